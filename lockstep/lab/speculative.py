@@ -29,7 +29,7 @@ HEAD_NOISE = 0.3  # the same, on most weights of a head
 OPTIONS: dict[str, dict[str, Any]] = table("speculative.toml")["tiny"]
 NGRAM, CHAIN, EAGLE, EAGLE3, WIDE = OPTIONS.values()
 TREE, EAGLE3_TREE = CHAIN | WIDE, EAGLE3 | WIDE
-HEADS = {"eagle": eagle.LAYOUT, "eagle3": eagle3.LAYOUT}
+HEADS = {"eagle": eagle.Eagle, "eagle3": eagle3.Eagle3}
 
 
 @lru_cache(maxsize=16)
@@ -51,9 +51,8 @@ def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
     """A head that says roughly what was said before: the token again, or what the target's last
     state said. Tied embeddings like repeating, so it is right at times, with noise on its weights
     wrong at others."""
-    layout, target = HEADS[str(setup.config.speculative_algorithm)], eagle.decoder(setup.target)
+    kind, target = HEADS[str(setup.config.speculative_algorithm)], eagle.decoder(setup.target)
     raw = {**COMMON, "eagle_config": {eagle3.LAYERS: [0, 1, 1]}}
-    spec = eagle.describe(raw, SimpleNamespace(**raw), setup.target, layout)
     generator = torch.Generator().manual_seed(seed)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -62,13 +61,14 @@ def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
         if "norm" in name:
             weight += 1
         if name == "fc.weight":  # EAGLE: of embedding and state the first; EAGLE-3: the last state
-            copied = weight[:, : shape[0]] if layout is eagle.LAYOUT else weight[:, -shape[0] :]
+            copied = weight[:, : shape[0]] if kind is eagle.Eagle else weight[:, -shape[0] :]
             copied += torch.eye(shape[0])
         if name == "lm_head.weight":
             weight += target.embedding.weight.float().cpu()
         return weight.to(device.compute).float().to(device.place)
 
-    return layout.build(spec, WeightSource(take, lambda _: None, (), device.ops), target, setup)
+    weights = WeightSource(take, lambda _: None, (), device.ops)
+    return kind.build(raw, SimpleNamespace(**raw), weights, setup)
 
 
 def drafts(tiny: Tiny, device: Device = CPU) -> Callable[[DraftSetup], DraftModel]:

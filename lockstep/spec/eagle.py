@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torch import Tensor
 from lockstep.folder import read_json
 from lockstep.models import llama, loader
 from lockstep.models.loader import Loaded
-from lockstep.nn.attention import Attention, AttentionContext, CosSins, Dense, DenseSpec
+from lockstep.nn.attention import Attention, AttentionContext, CosSins, Dense
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.nn.layers import Embedding, Linear, RMSNorm, RMSSpec, WeightSource
-from lockstep.nn.mlp import Mlp, MlpSpec
+from lockstep.nn.mlp import Mlp
 from lockstep.run.kind import DRAFT, EXTEND, StepKind
 from lockstep.spec.draft import DraftSetup
 from lockstep.types import RuleError, shown
@@ -31,43 +31,7 @@ MAPS = ("d2t", "t2d")  # tensors of a head that are no weights
 OTHERS = ("norm_before_residual", "norm_before_fc")  # fields of layouts that are not this one
 REMEDY = "Use the head that was made for this model"
 
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """What a config.json says of a head, for one target.
-
-    fused        layers of the target whose states it reads
-    draft_vocab  tokens that its lm_head knows; None: it has none
-    """
-
-    hidden: int
-    vocab_size: int
-    max_position: int
-    attn: DenseSpec
-    mlp: MlpSpec
-    norm: RMSSpec
-    fused: tuple[int, ...]
-    draft_vocab: int | None = None
-    fc_bias: bool = False
-
-    def parts(self, w: WeightSource, target: Decoder, layer: WeightSource) -> dict[str, Any]:
-        """What all heads have: the fields of `Head`, but for those of a step. Rows of the layer
-        are as wide as what `fc` makes, or embedding and state side by side."""
-        d, eagle3 = self.hidden, self.draft_vocab is not None
-        table, name = target.embedding.weight, "embed_tokens.weight"
-        if w.has(name):
-            table = w.rows(name, self.vocab_size, d)
-        attn = self.attn.build(layer.at("self_attn"), 0, width=2 * d if eagle3 else d)
-        return {
-            "ops": w.ops,
-            "max_position": self.max_position,
-            "spec": self,
-            "embedding": Embedding(table, w.ops),
-            "fc": w.linear("fc", d, 3 * d if eagle3 else 2 * d, self.fc_bias),
-            "attn": attn,
-            "mlp_norm": self.norm.build(layer, "post_attention_layernorm", d),
-            "mlp": self.mlp.build(layer.at("mlp")),
-        }
+Raw = Mapping[str, Any]  # what a config.json says
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +40,12 @@ class Head(Model):
     [rows, d], and one that extends the target's from `states` [rows, layers * d]: memory that does
     not move, as a recorded launch needs."""
 
-    spec: HeadSpec
+    architecture: ClassVar[str]
+    layer: ClassVar[str]  # what its weights are called
+    widths: ClassVar[tuple[int, int]]  # of what `fc` and the layer read, in hidden sizes
+
     setup: DraftSetup
+    target_layers: tuple[int, ...]
     hidden: Tensor
     states: Tensor
     embedding: Embedding
@@ -85,6 +53,38 @@ class Head(Model):
     attn: Dense
     mlp_norm: RMSNorm
     mlp: Mlp
+
+    @classmethod
+    @abstractmethod
+    def build(cls, raw: Raw, config: Any, w: WeightSource, setup: DraftSetup) -> Self:
+        """From what config.json says, as it is written and with its family's defaults."""
+
+    @classmethod
+    def parts(
+        cls, raw: Raw, config: Any, w: WeightSource, setup: DraftSetup, fused: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """What all heads have: the fields above, of one that reads behind the layers `fused`."""
+        layer, d, (fc_width, width) = w.at(cls.layer), config.hidden_size, cls.widths
+        table, name = decoder(setup.target).embedding.weight, "embed_tokens.weight"
+        if w.has(name):
+            table = w.rows(name, config.vocab_size, d)
+        bias = bool(getattr(config, "attention_bias", False))
+        attn = replace(llama.attention(config), bias=bias, out_bias=bias)
+        norm = RMSSpec(config.rms_norm_eps)
+        zeros = partial(torch.zeros, dtype=w.ops.dtype, device=w.ops.device)
+        return {
+            "ops": w.ops,
+            "max_position": config.max_position_embeddings,
+            "setup": setup,
+            "target_layers": fused,
+            "hidden": zeros(setup.rows, d),
+            "states": zeros(setup.rows, len(fused) * d),
+            "embedding": Embedding(table, w.ops),
+            "attn": attn.build(layer.at("self_attn"), 0, width=width * d),
+            "fc": w.linear("fc", d, fc_width * d, bool(raw.get("bias", False))),
+            "mlp_norm": norm.build(layer, "post_attention_layernorm", d),
+            "mlp": llama.mlp(config).build(layer.at("mlp")),
+        }
 
     @abstractmethod
     def fuse(self, states: Tensor) -> Tensor:
@@ -148,10 +148,6 @@ class Head(Model):
         return replace(self.kind, name=EXTEND, forward=self.stored, hidden_layers=())
 
     @property
-    def target_layers(self) -> tuple[int, ...]:
-        return self.spec.fused
-
-    @property
     def attentions(self) -> Sequence[Attention]:
         return [self.attn]
 
@@ -160,7 +156,16 @@ class Head(Model):
 class Eagle(Head):
     """`target`: whose norm and lm_head it uses."""
 
+    architecture, layer, widths = ARCHITECTURE, "layers.0", (2, 1)
+
     target: Decoder
+
+    @classmethod
+    def build(cls, raw: Raw, config: Any, w: WeightSource, setup: DraftSetup) -> Self:
+        target = decoder(setup.target)
+        w.skip(r"lm_head\.weight")
+        parts = cls.parts(raw, config, w, setup, (len(target.blocks) - 1,))
+        return cls(**parts, head=target.head, target=target)
 
     def fuse(self, states: Tensor) -> Tensor:
         return self.target.norm(states)
@@ -181,53 +186,9 @@ class Eagle(Head):
         return self.target.logits(hidden).float()
 
 
-class Layout(NamedTuple):
-    """How heads of an architecture are read: the target's layers, of so many, and the draft
-    vocabulary, of so many tokens, that a config.json names; and the model of a spec's weights."""
-
-    architecture: str
-    fused: Callable[[Mapping[str, Any], int], tuple[int, ...]]
-    draft_vocab: Callable[[Mapping[str, Any], int], int | None]
-    build: Callable[[HeadSpec, WeightSource, Decoder, DraftSetup], Head]
-
-
 def load(setup: DraftSetup) -> Head:
     """The head that `speculative_draft_model` names."""
-    return load_head(setup.config.speculative_draft_model, setup, LAYOUT)
-
-
-def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -> Eagle:
-    """The model of an EAGLE head's weights."""
-    w.skip(r"lm_head\.weight")
-    parts = spec.parts(w, target, w.at("layers", 0))
-    return Eagle(**parts, head=target.head, target=target, **rooms(spec, w, setup))
-
-
-def rooms(spec: HeadSpec, w: WeightSource, setup: DraftSetup) -> dict[str, Any]:
-    """Room for the states of every row of a step."""
-    zeros = partial(torch.zeros, dtype=w.ops.dtype, device=w.ops.device)
-    states = zeros(setup.rows, len(spec.fused) * spec.hidden)
-    return {"setup": setup, "hidden": zeros(setup.rows, spec.hidden), "states": states}
-
-
-LAYOUT = Layout(ARCHITECTURE, lambda _, layers: (layers - 1,), lambda *_: None, build)
-
-
-def describe(raw: Mapping[str, Any], config: Any, target: Loaded, layout: Layout) -> HeadSpec:
-    """What a config.json says: `raw` as it is written, `config` with its family's defaults."""
-    model, info = decoder(target), target.info
-    bias = bool(getattr(config, "attention_bias", False))
-    return HeadSpec(
-        hidden=info.hidden_size,
-        vocab_size=info.vocab_size,
-        max_position=config.max_position_embeddings,
-        attn=replace(llama.attention(config), bias=bias, out_bias=bias),
-        mlp=llama.mlp(config),
-        norm=RMSSpec(config.rms_norm_eps),
-        fused=layout.fused(raw, len(model.blocks)),
-        draft_vocab=layout.draft_vocab(raw, info.vocab_size),
-        fc_bias=bool(raw.get("bias", False)),
-    )
+    return load_head(setup.config.speculative_draft_model, setup, Eagle)
 
 
 def decoder(target: Loaded) -> Decoder:
@@ -238,24 +199,22 @@ def decoder(target: Loaded) -> Decoder:
     return target.model
 
 
-def load_head(path_or_id: str | None, setup: DraftSetup, layout: Layout) -> Head:
+def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> Head:
     """The head in a folder or of a hub id, on the target's device."""
     if path_or_id is None:
         rule = f"{setup.config.speculative_algorithm} drafts with a head, a folder or a hub id"
         raise RuleError(rule, "none", "Name it: speculative_draft_model")
-    target, model = setup.target, decoder(setup.target)
-    folder = loader.local_folder(path_or_id)
+    target, folder = decoder(setup.target), loader.local_folder(path_or_id)
     raw = read_json(folder, "config.json")
     loader.check_numbers(raw)
-    check_config(raw, target, layout.architecture)
+    check_config(raw, setup.target, head.architecture)
     entries = None if setup.config.load_format == "dummy" else loader.scan(folder, MAPS)
     config = loader.parse_config(folder, raw)
 
     def described() -> Callable[[WeightSource], Head]:
-        spec = describe(raw, config, target, layout)
-        return lambda w: layout.build(spec, w, model, setup)
+        return lambda w: head.build(raw, config, w, setup)
 
-    return loader.built(described, "a head", entries, model.ops)[0]
+    return loader.built(described, "a head", entries, target.ops)[0]
 
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:

@@ -5,19 +5,17 @@ that, each with a norm, side by side; a norm and an lm_head of its own follow, w
 the target's tokens: draft token i is token i + d2t[i], and t2d marks those.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from lockstep.nn.attention import AttentionContext, CosSins
-from lockstep.nn.decoder import Decoder
-from lockstep.nn.layers import RMSNorm, WeightSource
+from lockstep.nn.layers import RMSNorm, RMSSpec, WeightSource
 from lockstep.spec.draft import DraftSetup
-from lockstep.spec.eagle import Head, HeadSpec, Layout, load_head, rooms
+from lockstep.spec.eagle import Head, Raw, decoder, load_head
 from lockstep.types import RuleError, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -29,10 +27,26 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 class Eagle3(Head):
     """`token_ids` int64 [draft vocabulary]: the target's tokens that it knows."""
 
+    architecture, layer, widths = ARCHITECTURE, "midlayer", (3, 2)
+
     input_norm: RMSNorm
     hidden_norm: RMSNorm
     norm: RMSNorm
     token_ids: Tensor
+
+    @classmethod
+    def build(cls, raw: Raw, config: Any, w: WeightSource, setup: DraftSetup) -> Self:
+        d, vocab, layer = config.hidden_size, draft_vocab(raw, config.vocab_size), w.at(cls.layer)
+        fused = fused_layers(raw, len(decoder(setup.target).blocks))
+        norm = RMSSpec(config.rms_norm_eps)
+        return cls(
+            **cls.parts(raw, config, w, setup, fused),
+            head=w.linear("lm_head", vocab, d),
+            input_norm=norm.build(layer, "input_layernorm", d),
+            hidden_norm=norm.build(layer, "hidden_norm", d),
+            norm=norm.build(w, "norm", d),
+            token_ids=token_ids(w, vocab, config.vocab_size),
+        )
 
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
@@ -50,7 +64,7 @@ class Eagle3(Head):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab], -inf for tokens that it does not know."""
         logits = super().logits(hidden).float()
-        every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
+        every = logits.new_full((len(logits), self.setup.target.info.vocab_size), -torch.inf)
         return every.index_copy_(1, self.token_ids, logits)
 
 
@@ -59,10 +73,10 @@ def load(setup: DraftSetup) -> Head:
     path = setup.config.speculative_draft_model
     if path is None and setup.target.info.folder == BUILTIN:
         path = str(BUILTIN / "eagle3")
-    return load_head(path, setup, LAYOUT)
+    return load_head(path, setup, Eagle3)
 
 
-def fused_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def fused_layers(raw: Raw, layers: int) -> tuple[int, ...]:
     """Three layers of the target: the config names them, or they are the authors' choice."""
     config = raw.get("eagle_config")
     named = config.get(LAYERS) if isinstance(config, dict) else None
@@ -74,7 +88,7 @@ def fused_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def draft_vocab(raw: Mapping[str, Any], vocab_size: int) -> int:
+def draft_vocab(raw: Raw, vocab_size: int) -> int:
     """Tokens that the lm_head knows: all, unless the config says how many."""
     size = raw.get("draft_vocab_size")
     if size is None:
@@ -83,23 +97,6 @@ def draft_vocab(raw: Mapping[str, Any], vocab_size: int) -> int:
         rule = f"draft_vocab_size is a whole number from 1 to the model's {vocab_size}"
         raise RuleError(rule, shown(size), "Check config.json")
     return size
-
-
-def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -> Eagle3:
-    """The model of an EAGLE-3 head's weights."""
-    layer, d, vocab = w.at("midlayer"), spec.hidden, spec.draft_vocab or spec.vocab_size
-    return Eagle3(
-        **spec.parts(w, target, layer),
-        head=w.linear("lm_head", vocab, d),
-        **rooms(spec, w, setup),
-        input_norm=spec.norm.build(layer, "input_layernorm", d),
-        hidden_norm=spec.norm.build(layer, "hidden_norm", d),
-        norm=spec.norm.build(w, "norm", d),
-        token_ids=token_ids(w, vocab, spec.vocab_size),
-    )
-
-
-LAYOUT = Layout(ARCHITECTURE, fused_layers, draft_vocab, build)
 
 
 def token_ids(w: WeightSource, size: int, vocab_size: int) -> Tensor:
