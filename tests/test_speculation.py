@@ -163,14 +163,14 @@ def test_the_path_goes_on_while_the_draft_is_the_sample():
     draft = NodeRows(2, (7, 8, 9, 8, 4), (-1, 0, 0, 1, 3))
     sampled = [1, 3, 8, 8, 5, 4, 6]
     found = verify([0, 1, 2], {2: draft}, sampled, {})
-    assert found.token_ids == [(1,), (3,), (8, 8, 4, 6)]
-    assert found.nodes == {2: (0, 1, 3, 4)} and found.rows[2] == (2, 3, 5, 6)
+    assert found.token_ids == {2: (8, 8, 4, 6)} and found.nodes == {2: (0, 1, 3, 4)}
 
 
 def test_an_error_behind_accepted_tokens_ends_the_path_before_it():
     draft = NodeRows(0, (7, 8, 9), (-1, 0, 1))
     found = verify([0], {0: draft}, [8, -1, 4], {1: "NaN", 2: "of no interest"})
-    assert found.token_ids == [(8,)] and found.nodes == {0: (0,)} and found.errors == {0: "NaN"}
+    assert found.token_ids == {0: (8,)} and found.nodes == {0: (0,)} and found.errors == {0: "NaN"}
+    assert verify([0, 1], {}, [8, -1], {1: "NaN"}).errors == {1: "NaN"}
 
 
 @pytest.mark.parametrize(

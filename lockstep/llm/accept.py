@@ -8,13 +8,12 @@ when a step has come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lockstep.llm.generation import CompletionState, Ending, TokenUpdates
 from lockstep.llm.output import Speculated
@@ -24,24 +23,13 @@ from lockstep.sched.request import Accepted, AcceptedTokens
 from lockstep.spec.verify import NodeRows, Verified, verify
 
 
-class Samples(NamedTuple):
-    """What was chosen, by completion: `first_ids` int64 [S]; of those with a draft all tokens and
-    the path; why a token could not be sampled; and, of those that asked, which rows of `logprobs`
-    are theirs: as many as they have tokens, from `logprob_begins` on."""
+class AskedLogprobs(NamedTuple):
+    """Log-probabilities of the completions that asked: those of completion `rows[i]`, as many as it
+    has tokens, begin with row `begins[i]` of `values`."""
 
-    first_ids: NDArray[np.int64]
-    token_ids: Mapping[int, tuple[int, ...]]
-    nodes: Mapping[int, tuple[int, ...]]
-    errors: Mapping[int, str]
-    logprobs: Logprobs | None
-    logprob_rows: Sequence[int]
-    logprob_begins: Sequence[int]
-
-    def tokens(self, row: int) -> tuple[int, ...]:
-        """Of one completion: those that could be sampled."""
-        if row in self.token_ids:
-            return self.token_ids[row]
-        return () if row in self.errors else (int(self.first_ids[row]),)
+    values: Logprobs | None
+    rows: Sequence[int]
+    begins: Sequence[int]
 
 
 def accept(
@@ -49,19 +37,26 @@ def accept(
 ) -> tuple[TokenUpdates, AcceptedTokens, list[Ending]]:
     """Looked at one by one are completions that may end, those with a draft, and those that get
     nothing: they could not be sampled or, if some have, ended meanwhile."""
-    rows, completions = launched.rows, launched.rows.completions
-    samples = drafted(launched, chosen) if rows.drafts else plain(chosen)
-    nodes, errors = samples.nodes, samples.errors
+    rows, completions, batch = launched.rows, launched.rows.completions, launched.step.batch
+    ids = chosen.token_ids.cpu().numpy()
+    verified = Verified({}, {}, chosen.errors() if ids.min() < 0 else {})
+    asked = AskedLogprobs(chosen.logprobs, chosen.logprob_rows, range(len(chosen.logprob_rows)))
+    if rows.drafts:
+        verified = verify(rows.firsts, drafts_of(launched), ids.tolist(), verified.errors)
+        asked, ids = gathered(launched, chosen, verified), ids[list(rows.firsts)]
+    nodes, token_ids, errors = verified
     kept, accepted, endings = dict[int, tuple[int, ...]](), dict[int, Accepted](), list[Ending]()
     texts, speculated = dict[int, tuple[str, ...]](), dict[int, Speculated]()
-    ends = np.flatnonzero((samples.first_ids[:, None] == rows.end_ids).any(1)).tolist()
+    ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
     ended: list[int] = []
     if some_ended:
         ended = [row for row, each in enumerate(completions) if each.finish is not None]
     for row in {*ends, *rows.searched, *ended, *errors, *nodes}:
         completion, entry = completions[row], Accepted((), 0)
         if completion.finish is None:
-            tokens = samples.tokens(row)
+            tokens = token_ids.get(row, ())
+            if row not in nodes and row not in errors:
+                tokens = (int(ids[row]),)
             stop_len = completion.accept(tokens).stop_len
             if completion.searched:
                 texts[row] = tuple(completion.ahead)
@@ -71,7 +66,6 @@ def accept(
             entry = Accepted(tokens, stop_len, nodes.get(row, ()))
         accepted[row] = entry
         kept[row], _ = entry.cut(completion.most - launched.begins[row])
-    batch = launched.step.batch
     for row, owner in rows.drafts:
         guesses = batch.new_lens[owner] - 1 - batch.requests[owner].pads
         if guesses:
@@ -80,73 +74,44 @@ def accept(
     updates = TokenUpdates(
         completions=completions,
         begins=launched.begins,
-        token_ids=samples.first_ids.tolist(),
+        token_ids=ids.tolist(),
         others=kept,
         texts=texts,
-        logprobs=samples.logprobs,
-        logprob_rows=samples.logprob_rows,
-        logprob_begins=samples.logprob_begins,
+        logprobs=asked.values,
+        logprob_rows=asked.rows,
+        logprob_begins=asked.begins,
         speculated=speculated,
     )
-    return updates, AcceptedTokens(samples.first_ids, accepted), endings
+    return updates, AcceptedTokens(ids, accepted), endings
 
 
-def plain(chosen: Sampled) -> Samples:
-    """A token for every row."""
-    ids, asked = chosen.token_ids.cpu().numpy(), chosen.logprob_rows
-    return Samples(
-        first_ids=ids,
-        token_ids={},
-        nodes={},
-        errors=chosen.errors() if ids.min() < 0 else {},
-        logprobs=chosen.logprobs,
-        logprob_rows=asked,
-        logprob_begins=range(len(asked)),
-    )
-
-
-def drafted(launched: Launched, chosen: Sampled) -> Samples:
-    """Where some have a draft: the tokens on its accepted path."""
-    step, rows = launched.step, launched.rows
-    begins, drafted_ids = step.batch.begins, launched.drafted_ids().tolist()
-    ids = chosen.token_ids.cpu().numpy()
-    drafts = {
+def drafts_of(launched: Launched) -> dict[int, NodeRows]:
+    """The drafts that a step verified, by completion."""
+    batch, firsts, ids = launched.step.batch, launched.rows.firsts, launched.drafted_ids().tolist()
+    return {
         row: NodeRows(
-            rows.firsts[row],
-            drafted_ids[begins[owner] : begins[owner + 1]],
-            step.batch.rows[owner].parents or (),
+            firsts[row],
+            ids[batch.begins[owner] : batch.begins[owner + 1]],
+            batch.rows[owner].parents or (),
         )
-        for row, owner in rows.drafts
+        for row, owner in launched.rows.drafts
     }
-    verified = verify(rows.firsts, drafts, ids.tolist(), chosen.errors())
-    asked = [row for row, each in enumerate(rows.completions) if each.scored]
-    logprobs, logprob_begins = gathered(chosen, verified, asked)
-    return Samples(
-        first_ids=ids[list(rows.firsts)],
-        token_ids={row: verified.token_ids[row] for row in verified.nodes},
-        nodes=verified.nodes,
-        errors=verified.errors,
-        logprobs=logprobs,
-        logprob_rows=asked,
-        logprob_begins=logprob_begins,
-    )
 
 
-def gathered(
-    chosen: Sampled, verified: Verified, asked: Sequence[int]
-) -> tuple[Logprobs | None, list[int]]:
-    """The log-probabilities of accepted tokens, by completion, and where each one's begin: a
-    chain's lie behind one another."""
-    if chosen.logprobs is None:
-        return None, []
+def gathered(launched: Launched, chosen: Sampled, verified: Verified) -> AskedLogprobs:
+    """The log-probabilities of accepted tokens: those of a chain lie behind one another."""
+    firsts, logprobs = launched.rows.firsts, chosen.logprobs
+    asked = [row for row, each in enumerate(launched.rows.completions) if each.scored]
+    if logprobs is None:
+        return AskedLogprobs(None, asked, [])
     number = {row: i for i, row in enumerate(chosen.logprob_rows)}
-    paths = [verified.rows[completion] for completion in asked]
-    if all(path[-1] - path[0] < len(path) for path in paths if path):
-        return chosen.logprobs, [number[path[0]] if path else 0 for path in paths]
+    if not launched.step.batch.shape.tail:
+        return AskedLogprobs(logprobs, asked, [number[firsts[row]] for row in asked])
+    paths = [[firsts[row] + node for node in verified.nodes.get(row, (0,))] for row in asked]
     at = [number[row] for path in paths for row in path]
-    index = torch.tensor(at, device=chosen.logprobs.chosen.device)
+    index = torch.tensor(at, device=logprobs.chosen.device)
     begins = list(accumulate(map(len, paths), initial=0))[:-1]
-    return Logprobs(*[column[index] for column in chosen.logprobs]), begins
+    return AskedLogprobs(Logprobs(*[column[index] for column in logprobs]), asked, begins)
 
 
 def counted(completion: CompletionState, guesses: int, right: int) -> Speculated:

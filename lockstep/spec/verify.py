@@ -19,12 +19,12 @@ class NodeRows(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What every completion of a step gets."""
+    """By completion: the accepted path, where there was a draft, and the samples along it; and why
+    the next token could not be sampled, where that is so."""
 
-    token_ids: list[tuple[int, ...]]  # the samples along its path
-    nodes: dict[int, tuple[int, ...]]  # the path, where there was a draft: as many as tokens
-    errors: dict[int, str]  # why the next token could not be sampled, where that is so
-    rows: list[tuple[int, ...]]  # the sampled rows that the tokens come from
+    nodes: dict[int, tuple[int, ...]]
+    token_ids: dict[int, tuple[int, ...]]
+    errors: dict[int, str]
 
 
 def verify(
@@ -35,18 +35,15 @@ def verify(
 ) -> Verified:
     """`firsts[c]` is the first sampled row of completion c, its only one without a draft; `sampled`
     and `errors` are by row."""
-    out = Verified([], {}, {}, [])
-    for completion, first in enumerate(firsts):
-        draft = drafts.get(completion)
-        nodes = (0,) if draft is None else accepted_path(draft, sampled)
-        if (last := first + nodes[-1]) in errors:
+    alone = [(c, first) for c, first in enumerate(firsts) if first in errors and c not in drafts]
+    out = Verified({}, {}, {c: errors[first] for c, first in alone})
+    for completion, draft in drafts.items():
+        nodes = accepted_path(draft, sampled)
+        if (last := draft.first + nodes[-1]) in errors:
             out.errors[completion] = errors[last]
             nodes = nodes[:-1]
-        if draft is not None:
-            out.nodes[completion] = nodes
-        rows = tuple([first + node for node in nodes])
-        out.rows.append(rows)
-        out.token_ids.append(tuple([sampled[row] for row in rows]))
+        out.nodes[completion] = nodes
+        out.token_ids[completion] = tuple([sampled[draft.first + node] for node in nodes])
     return out
 
 

@@ -29,10 +29,8 @@ RELATED = ("sglang-7239",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def gathered(chosen: Any, verified: Any, asked: Any) -> Any:
-        first = [
-            tuple(range(rows[0], rows[0] + len(rows))) if rows else () for rows in verified.rows
-        ]
-        return old(chosen, verified._replace(rows=first), asked)
+    def gathered(launched: Any, chosen: Any, verified: Any) -> Any:
+        first = {row: tuple(range(len(nodes))) for row, nodes in verified.nodes.items()}
+        return old(launched, chosen, verified._replace(nodes=first))
 
     return gathered
