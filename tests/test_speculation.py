@@ -347,16 +347,14 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
         next(single_rows(build(specs, []), model_draft.uniform(2, 1)))
 
 
-def test_of_a_prompt_the_states_of_one_row_are_kept_that_of_the_next(monkeypatch):
+def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(monkeypatch):
     """It used to keep the whole chunk alive for as long as a request rested."""
     monkeypatch.setattr(model_draft, "SPARSE", 4)
     engine = made(LLAMA, **EAGLE3)
     engine.add(words(12, 3), PLAIN)
     engine.step()
-    (request,), draft = engine.scheduler.running, engine.speculation.draft
-    state = draft._state(request)
-    (states,), (row,) = state.hidden, state.rows
-    assert (len(states), row, state.last) == (1, 0, None)
+    state = engine.scheduler.running[0].table.draft_state
+    assert (state.begin, state.rows) == (10, (0, 1)) and [*map(len, state.hidden)] == [2, 2]
 
 
 @pytest.mark.parametrize("tokens", [1, 2], ids=["a prompt alone", "one that may speculate"])
@@ -370,8 +368,9 @@ def test_who_decodes_beside_a_prompt_keeps_none_of_its_states(tokens, monkeypatc
         engine.step()
         engine.add(words(30, number), replace(PLAIN, max_tokens=tokens))
     engine.step()
-    state = engine.speculation.draft._state(job.request)
-    assert len(state.hidden) == 7 and max(map(len, state.hidden)) <= 5
+    state = job.request.table.draft_state
+    steps = {id(each): len(each) for each in state.hidden}
+    assert len(state.hidden) == 8 and sum(steps.values()) < 30, steps
     assert all(row < len(step) for step, row in zip(state.hidden, state.rows, strict=True))
 
 
@@ -385,6 +384,23 @@ def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself
     assert (new.rest, new.rests_until) == (2 * REST, 100 + REST)
     new.verified(drafts=1, guesses=4, tried=4, right=4)
     assert new.rate > 0.5 and new.rest == REST
+
+
+def test_completions_behind_a_prompt_in_chunks_have_a_heads_guesses():
+    """They had none: the state of the row before the last chunk was the parent's alone."""
+    engine, asked = made(LLAMA, **EAGLE3, chunked_prefill_size=24), dict[int, list[bool]]()
+    propose = engine.speculation.draft.propose
+
+    def watched(asks):
+        trees = propose(asks)
+        for ask, tree in zip(asks, trees, strict=True):
+            asked.setdefault(ask.request.index, []).append(len(tree.token_ids) > 0)
+        return trees
+
+    engine.speculation.draft.propose = watched
+    engine.add(words(30, 3), replace(PLAIN, n=3, temperature=1.0, seed=3))
+    run(engine)
+    assert asked.keys() == {0, 1, 2} and all(map(all, asked.values())), asked
 
 
 def test_who_is_never_right_rests_longer_and_longer_and_tries_again():

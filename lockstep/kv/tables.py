@@ -8,6 +8,7 @@ value per group, is what `plan.build` takes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class PageTable:
 
     def _empty(self) -> None:
         self._own = [RequestPages() for _ in self.specs]
+        self.draft_state: Any = None  # what a draft keeps for the keys behind `draft_len`
         # the parent's pages that a fork's pending moves read: held until then
         self._sources: list[list[int]] = self._lists()
         # what `views` answered last, until something changes
@@ -162,7 +164,7 @@ class PageTable:
             rule = "a request is forked when its keys are in place"
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
         child = PageTable(self.groups)
-        child.draft_len = self.draft_len
+        child.draft_len, child.draft_state = self.draft_len, self.draft_state
         for g, _ in self.groups.cached:
             (page_ids, first, _, _), length = self._own[g], self._fork_len(g, committed_len)
             whole = shared_pages(self.specs[g], page_ids.tolist(), first, length)

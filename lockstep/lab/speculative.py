@@ -99,13 +99,11 @@ class Heard:
 class Recorder:
     """A draft that is watched. `known`: what was proposed before behind the same tokens, with the
     same parameters and of the same size, and the bits of the first guess's logits; `differing`:
-    what was proposed otherwise since. A head has no guess where the target's states of its rows
-    are not kept any more; which guess it has depends on nothing but these."""
+    what was proposed otherwise since."""
 
     def __init__(self, draft: Draft, known: dict[Any, Any]) -> None:
         self.draft, self.knows_chances, self.known = draft, draft.knows_chances, known
         self.observe, self.launched, self.lag = draft.observe, draft.launched, draft.lag
-        self.may_lack = isinstance(draft, ModelDraft) and draft.ahead > 0
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):
@@ -120,8 +118,6 @@ class Recorder:
             rows = self.said[0].cpu().numpy()
             bits |= {i: row.tobytes() for i, row in zip(asks, rows, strict=True)}
         for i, (ask, tree) in enumerate(zip(requests, trees, strict=True)):
-            if not tree.token_ids and self.may_lack:
-                continue
             if min(tree.token_ids, default=0) < 0:  # they have no values yet
                 continue
             tokens, prompt_len = tuple(ask.request.tokens), len(ask.request.spec.prompt)

@@ -14,75 +14,63 @@ from lockstep.sample.formulas import counter
 from lockstep.sample.sampler import RowBatch, apply_penalties, noise_of
 from lockstep.sched.request import DraftTree
 
-ROOT = -1
 LIKELY = 64  # tokens of a row that are looked at
 
 
 class Candidate(NamedTuple):
-    """A token behind another candidate, or behind the request's last token (ROOT)."""
+    """The guesses up to a token, which stands behind another candidate."""
 
-    token: int
+    path: tuple[int, ...]
     parent: int
     score: float
 
 
 class Beam:
-    """The tree of one request in the making."""
+    """The tree of one request in the making: its candidates, of which the first is the request's
+    last token; the `level`, whose children come next, and which of the level before stand `above`
+    its own."""
 
     def __init__(self, top_k: int) -> None:
-        self.top_k, self.depth = top_k, 0
-        self.candidates: list[Candidate] = []
-        self._level: list[int] = [ROOT]  # whose children come next
-        self._rows: dict[int, int] = {ROOT: ROOT}  # candidates that were computed, as nodes
+        self.top_k, self.candidates = top_k, [Candidate((), 0, 0.0)]
+        self.level, self.above = [0], [0]
+        self._rows = [0]  # candidates that are computed, in order
 
     @property
-    def width(self) -> int:
-        """Rows that the level has."""
-        return len(self._level)
-
-    def paths(self) -> list[list[int]]:
+    def paths(self) -> list[tuple[int, ...]]:
         """The guesses up to every node of the level."""
-        return [self._path(node) for node in self._level]
+        return [self.candidates[i].path for i in self.level]
 
-    def _path(self, node: int) -> list[int]:
-        tokens: list[int] = []
-        while node != ROOT:
-            tokens.append(self.candidates[node].token)
-            node = self.candidates[node].parent
-        return tokens[::-1]
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Of all nodes so far, those of the level last."""
+        above = [self.candidates[i].parent for i in self._rows[1:]]
+        return tuple([self._rows.index(parent) - 1 for parent in above])
 
     def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> None:
         """Children of every node of the level; the best of them are the next one."""
-        first = len(self.candidates)
-        for node, own_scores, own_ids in zip(self._level, scores, ids, strict=True):
-            base = self.candidates[node].score if node != ROOT else 0.0
-            self.candidates += [
-                Candidate(token, node, base + score)
+        first, every = len(self.candidates), self.candidates
+        for node, own_scores, own_ids in zip(self.level, scores, ids, strict=True):
+            path, _, base = every[node]
+            every += [
+                Candidate((*path, token), node, base + score)
                 for token, score in zip(own_ids, own_scores, strict=True)
                 if score > float("-inf")
             ]
-        fresh = range(first, len(self.candidates))
-        best = sorted(fresh, key=lambda i: -self.candidates[i].score)[: self.top_k]
-        self._above, self._level = self._level, sorted(best)
-        self.depth += 1
-
-    def level(self) -> tuple[list[int], list[int], tuple[int, ...]]:
-        """The rows of the level: their tokens, which rows of the level before stand above them,
-        and the parents of all nodes so far."""
-        rows_above = [self._above.index(self.candidates[i].parent) for i in self._level]
-        for i in self._level:
-            self._rows[i] = len(self._rows) - 1
-        nodes = [i for i in self._rows if i != ROOT]
-        parents = tuple([self._rows[self.candidates[i].parent] for i in nodes])
-        return [self.candidates[i].token for i in self._level], rows_above, parents
+        level = self._best(range(first, len(every)), self.top_k)
+        self.above = [self.level.index(every[i].parent) for i in level]
+        self.level = level
+        self._rows += level
 
     def tree(self, nodes: int) -> DraftTree:
         """The best `nodes` of all."""
-        order = sorted(range(len(self.candidates)), key=lambda i: -self.candidates[i].score)
-        kept = sorted(order[:nodes])
-        number = {ROOT: 0, **{i: at for at, i in enumerate(kept, 1)}}
-        parents = [number[self.candidates[i].parent] for i in kept]
-        return DraftTree(tuple([self.candidates[i].token for i in kept]), tuple(parents))
+        kept = [0, *self._best(range(1, len(self.candidates)), nodes)]
+        chosen = [self.candidates[i] for i in kept[1:]]
+        parents = [kept.index(each.parent) for each in chosen]
+        return DraftTree(tuple([each.path[-1] for each in chosen]), tuple(parents))
+
+    def _best(self, some: Sequence[int], count: int) -> list[int]:
+        """The best of some candidates, in their order."""
+        return sorted(sorted(some, key=lambda i: -self.candidates[i].score)[:count])
 
 
 def best(

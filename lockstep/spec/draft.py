@@ -51,10 +51,10 @@ class SettledStep(NamedTuple):
 
 
 class Draft(Protocol):
-    """Guesses what follows. What it knows of a request it keeps under the request, and only as
-    long as `request.table` is the same table: a preempted request begins anew. `knows_chances`:
-    it ends a chain by `DraftRequest.go_on`. `lag`: of how many steps, in which the same requests
-    decode plainly, it is told at once."""
+    """Guesses what follows. What it knows of a request's keys it keeps with their table
+    (`PageTable.draft_state`): a preempted request begins anew. `knows_chances`: it ends a chain by
+    `DraftRequest.go_on`. `lag`: of how many steps, in which the same requests decode plainly, it is
+    told at once."""
 
     lag: int
 

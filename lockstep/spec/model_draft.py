@@ -9,15 +9,13 @@ model's own sample with the target's noise, or the best few. Knows requests, pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kv.tables import PageTable
@@ -39,43 +37,49 @@ KEPT, LEAST = 1 << 12, 16  # states that are kept for the requests of a step, an
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
 
-@dataclass(eq=False)
-class DraftState:
-    """What is known of a request, as long as it has this table.
+class DraftState(NamedTuple):
+    """What is known behind a table's `draft_len`; it goes with the table (`PageTable.draft_state`),
+    and a fork begins with its parent's.
 
-    hidden   the target's states at positions from `table.draft_len` on, which the draft has not
-             computed yet: for each those of a whole step (no pair with its row: so many objects,
-             though they soon go, would have Python look through all it has)
+    begin    position of the first of the target's states that are kept: that of the row that was
+             computed last, if there is one, and those of the rows that are still to be computed
+    hidden   for each those of a whole step (no pair with its row: so many objects, though they soon
+             go, would have Python look through all it has)
     rows     the row of that step
-    last     both of the row before
     shares   what the model gave the guesses of the last chain, and how often such ones are right
     """
 
-    table: PageTable
-    hidden: list[Tensor] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    last: tuple[Tensor, int] | None = None
-    shares: list[tuple[Chances, float]] = field(default_factory=list)
+    begin: int
+    hidden: tuple[Tensor, ...] = ()
+    rows: tuple[int, ...] = ()
+    shares: tuple[tuple[Chances, float], ...] = ()
 
-    def take(self, count: int) -> tuple[list[Tensor], list[int]]:
-        """The first `count` states, which the draft computes now."""
-        hidden, rows = self.hidden[:count], self.rows[:count]
-        del self.hidden[:count], self.rows[:count]
-        self.last = hidden[-1], rows[-1]
-        return hidden, rows
+    @classmethod
+    def of(cls, table: PageTable) -> "DraftState":
+        state: DraftState | None = table.draft_state
+        return cls(table.draft_len) if state is None else state
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether the states of rows [begin, end) are kept."""
+        return self.begin <= begin and end <= self.begin + len(self.hidden)
+
+    def behind(self, begin: int) -> "DraftState":
+        """Without the states of rows before this one."""
+        gone = begin - self.begin
+        if gone <= 0 or not self.hidden:
+            return self
+        return DraftState(begin, self.hidden[gone:], self.rows[gone:], self.shares)
 
 
 class Chains(NamedTuple):
     """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
     the pads, is sample GUESSES + i * slots + k of the runner. Those that are early follow what the
-    target will have sampled in step `number`, behind so many keys in their tables."""
+    target will have sampled in step `number`."""
 
     requests: list[Request]
     how: RowParams
     guesses: int
     slots: int
-    tables: Sequence[PageTable] = ()
-    lens: Sequence[int] = ()
     number: int = 0
 
     def tree(self, k: int, steps: int) -> DraftTree:
@@ -97,11 +101,10 @@ class ModelDraft:
         # a window's pages go by the target's length: nothing may be missing behind it
         self.eager = any(spec.window is not None for spec in model.kind.specs)
         self.lag = 1 if self.eager else LAG
-        self._states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
-        self._made: Chains | None = None  # which the next step verifies
-        self._early: Chains | None = None  # behind those
+        # which the next step verifies; once that is launched, the early ones behind them
+        self._made: Chains | None = None
         self._chances = Chances(), Chances()  # of guesses without noise, and with
 
     @property
@@ -110,81 +113,56 @@ class ModelDraft:
         return self.top_k == 1 and not self.runner.even
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        missing = [self._missing(ask.request) for ask in requests]
-        early, self._early, self._made = self._early, None, None
-        if early is not None:
-            trees = self._taken(early, requests, missing)
-            if trees is not None:
-                return trees
-        asks = [ask for ask, count in zip(requests, missing, strict=True) if count]
-        missing = [count for count in missing if count]
-        if not asks:
-            return [NO_DRAFT] * len(requests)
-        late = self.top_k == 1 and self.runner.even and len(self.runner.sampled) > 0
-        rows = self._rows(asks) if late else None
-        if rows is not None and rows.how.plain:
-            trees = self._late_chains(asks, missing, rows)
-        elif self.top_k == 1:
-            trees = self._chains(asks, missing)
-        else:
-            trees = self._trees(asks, missing)
-        if len(asks) == len(requests):
+        made, self._made = self._made, None
+        trees = self._taken(made, requests) if made is not None and made.number else None
+        if trees is not None:
             return trees
-        found = {ask.request: tree for ask, tree in zip(asks, trees, strict=True)}
+        asks = [ask for ask in requests if self._ready(ask.request)]
+        found = dict(zip([ask.request for ask in asks], self._grown(asks), strict=True))
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
     def observe(self, settled: SettledStep) -> None:
         behind, hidden = dict[Request, int](), settled.hidden
         most, due = max(LEAST, KEPT // max(1, len(settled.rows))), False
         for request, begin, rows in settled.rows:
-            state, end = self._state(request), begin + len(rows)
-            table = state.table
-            if hidden is not None and begin == table.draft_len + len(state.hidden):
-                state.hidden += [hidden] * len(rows)
-                state.rows += rows
-            if state.shares:
-                for at, (known, share) in enumerate(state.shares[: len(rows)]):
-                    known.add(share, right=at < len(rows) - 1)
-                state.shares = []
+            table = table_of(request)
+            state = DraftState.of(table)
+            for nth, (known, share) in enumerate(state.shares[: len(rows)]):
+                known.add(share, right=nth < len(rows) - 1)
+            kept, at = state.hidden, state.rows
+            if hidden is not None and begin == state.begin + len(kept):
+                kept, at = kept + (hidden,) * len(rows), at + rows
+            table.draft_state = DraftState(state.begin, kept, at)
             # a head's last row waits for who asks: it says the first guess
-            end, lazy = end - self.ahead, end > len(request.spec.prompt) and not self.eager
+            end = begin + len(rows) - self.ahead
+            lazy = end + self.ahead > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
-            if missing >= (most // 2 if lazy else 1) and self._able(state, end):
+            if missing >= (most // 2 if lazy else 1) and self._able(table, table.draft_len, end):
                 behind[request] = end
                 due |= not lazy or missing >= most
         if due:  # then of all who will be soon
             self._catch_up(behind)
         long = any(len(each.rows) > SPARSE for each in settled.rows)
         if hidden is not None and (long or len(hidden) > SPARSE * len(settled.rows)):
-            compact(hidden, [self._state(each.request) for each in settled.rows])
-
-    def _state(self, request: Request) -> DraftState:
-        """What is known of a request; nothing, if its table is another one by now."""
-        state, table = self._states.get(request), request.table
-        assert table is not None, "who drafts holds pages"
-        if state is None or state.table is not table:
-            state = self._states[request] = DraftState(table)
-        return state
+            self._compact([table_of(each.request) for each in settled.rows])
 
     def _end(self, request: Request) -> int:
         """Where the rows of a request that asks end: all tokens are there."""
         return len(request.tokens) - self.ahead
 
-    def _able(self, state: DraftState, end: int) -> bool:
-        """Whether the rows up to `end` can be computed: the target's states are there."""
-        return not self.ahead or end - state.table.draft_len <= len(state.hidden)
+    def _able(self, table: PageTable, begin: int, end: int) -> bool:
+        """Whether rows [begin, end) can be computed: the target's states are there."""
+        return not self.ahead or DraftState.of(table).has(begin, end)
 
-    def _missing(self, request: Request) -> int:
-        """Rows up to the last token's, which is computed once more if it was and nobody has seen
-        what it said; 0 if they cannot be computed now."""
-        state, end = self._state(request), self._end(request)
-        if state.table.draft_len == end and not self.ahead:
-            state.table.draft_len -= 1
-        elif state.table.draft_len == end and state.last is not None and not self.eager:
-            state.table.draft_len -= 1
-            state.hidden.insert(0, state.last[0])
-            state.rows.insert(0, state.last[1])
-        return max(0, end - state.table.draft_len) if self._able(state, end) else 0
+    def _ready(self, request: Request) -> bool:
+        """Whether the rows up to the last token's can be computed now; that one is computed once
+        more if it was and nobody has seen what it said."""
+        table, end = table_of(request), self._end(request)
+        begin = min(table.draft_len, end - 1)
+        able = self._able(table, begin, end)
+        if able:
+            table.draft_len = begin
+        return able
 
     # -- rows
 
@@ -197,41 +175,60 @@ class ModelDraft:
         pages = [table.views(kind.groups) for table in tables]
         return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
 
+    def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        """Of each of some steps' states one row, in memory of its own."""
+        steps = list({id(each): each for each in states}.values())
+        begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
+        pairs = zip(states, rows, strict=True)
+        index = np.array([begins[id(each)] + row for each, row in pairs], np.int32)
+        every = steps[0] if len(steps) == 1 else torch.cat(steps)
+        return self.runner.ops.take_rows(every, sent(torch.from_numpy(index), every.device))
+
+    def _compact(self, tables: Sequence[PageTable]) -> None:
+        """What is kept of the target's states gets memory of its own: whole steps need not stay."""
+        kept, at = [DraftState.of(table) for table in tables], 0
+        hidden = [each for state in kept for each in state.hidden]
+        if not hidden:
+            return
+        every = self._gathered(hidden, [row for state in kept for row in state.rows])
+        for table, state in zip(tables, kept, strict=True):
+            rows = tuple(range(at, at + len(state.rows)))
+            table.draft_state = DraftState(state.begin, (every,) * len(rows), rows, state.shares)
+            at += len(rows)
+
     def _extend(
         self,
-        parts: Sequence[tuple[Request, int]],
+        ends: Mapping[Request, int],
         width: int = 0,
         how: Settings | None = None,
         guesses: int = 0,
         kind: StepKind | None = None,
     ) -> StepOutput:
-        """The next rows of some requests, so many of each. With a `width` all have as many: what
-        lies behind its own rows is written again before anybody reads it. Behind these rows come
-        those of so many `guesses`, but the last, where they are sampled by the same launch."""
+        """The next rows of some requests, up to where each one's end. With a `width` all have as
+        many: what lies behind its own rows is written again before anybody reads it. Behind these
+        rows come those of so many `guesses`, but the last, where they are sampled by the same
+        launch."""
         chain = Chain(self.model.kind, guesses) if guesses else None
-        tables, ids, states, rows = list[PageTable](), list[int](), list[Tensor](), list[int]()
-        lens, counts, kind = list[int](), [count for _, count in parts], kind or self.model.extend
-        for request, count in parts:
-            state, more = self._state(request), max(0, width - count)
-            begin = state.table.draft_len
-            own = request.tokens[begin + self.ahead : begin + self.ahead + count]
-            ids += own + own[-1:] * more
+        tables, kind = [table_of(each) for each in ends], kind or self.model.extend
+        lens, ids, states, rows = list[int](), list[int](), list[Tensor](), list[int]()
+        for table, (request, end) in zip(tables, ends.items(), strict=True):
+            begin, state, tokens = table.draft_len, DraftState.of(table), request.tokens
+            places = [*range(begin, end), *[end - 1] * (width - (end - begin))]
+            ids += [tokens[p + self.ahead] for p in places]
             if self.ahead:
-                taken, those = state.take(count)
-                states += taken + taken[-1:] * more
-                rows += those + those[-1:] * more
-            tables.append(state.table)
+                states += [state.hidden[p - state.begin] for p in places]
+                rows += [state.rows[p - state.begin] for p in places]
             lens.append(begin)
-            state.table.draft_len = begin + count
+            table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:
-            fill(self.model.states, states, rows)
+            self.model.states[: len(rows)] = self._gathered(states, rows)
+        counts = np.array([*ends.values()]) - lens
         if width:
-            last = np.arange(len(parts)) * width + counts - 1
-            shape = replace(uniform(len(parts), width), emit=ints(last))
+            last = np.arange(len(ends)) * width + counts - 1
+            shape = replace(uniform(len(ends), width), emit=ints(last))
         else:
-            shape = shape_of(counts)
-        plan = self._plan(kind, tables, lens, shape)
-        out = self.runner.run(plan, ids, kind, how, chain=chain)
+            shape = shape_of(counts.tolist())
+        out = self.runner.run(self._plan(kind, tables, lens, shape), ids, kind, how, chain=chain)
         for table in tables:
             if table.pending:
                 table.moved(kind.groups)
@@ -239,34 +236,29 @@ class ModelDraft:
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
         """All rows up to where each request's end, of as many requests at a time as fit."""
-        missing = {r: end - self._state(r).table.draft_len for r, end in ends.items()}
-        while missing:
-            room, parts = self.rows, list[tuple[Request, int]]()
-            for request, count in missing.items():
+        while ends:
+            room, some = self.rows, dict[Request, int]()
+            for request, end in ends.items():
+                begin = table_of(request).draft_len
                 if room:
-                    parts.append((request, min(count, room)))
-                    room -= parts[-1][1]
-            self._extend(parts, kind=self.model.follow)
-            for request, count in parts:
-                missing[request] -= count
-            missing = {request: count for request, count in missing.items() if count > 0}
+                    some[request] = min(end, begin + room)
+                    room -= some[request] - begin
+            self._extend(some, kind=self.model.follow)
+            ends = {each: end for each, end in ends.items() if table_of(each).draft_len < end}
 
     def _begin(
-        self,
-        asks: Sequence[DraftRequest],
-        missing: Sequence[int],
-        how: Settings | None = None,
-        guesses: int = 0,
+        self, asks: Sequence[DraftRequest], how: Settings | None = None, guesses: int = 0
     ) -> StepOutput:
         """The rows up to the last token of all who ask, the last ones in one step."""
-        width, requests = self.steps + 1, [ask.request for ask in asks]
-        even = self.steps + max(guesses, 1) if self.runner.even else 0
-        most = width if even or width * len(asks) <= self.rows else 1
-        if max(missing) > most:
-            late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > most}
-            self._catch_up(late)
-            missing = [1 if n > most else n for n in missing]
-        return self._extend(list(zip(requests, missing, strict=True)), even, how, guesses)
+        even, most = 0, self.steps + 1
+        if self.runner.even:
+            even = self.steps + max(guesses, 1)
+        elif most * len(asks) > self.rows:
+            most = 1
+        ends = {ask.request: self._end(ask.request) for ask in asks}
+        late = {r: end - 1 for r, end in ends.items() if end - table_of(r).draft_len > most}
+        self._catch_up(late)
+        return self._extend(ends, even, how, guesses)
 
     # -- guesses
 
@@ -288,15 +280,25 @@ class ModelDraft:
         positions = [len(ask.request.tokens) + len(own) for ask, own in pairs]
         return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
-    def _late_chains(
-        self, asks: Sequence[DraftRequest], missing: Sequence[int], rows: RowBatch
-    ) -> list[DraftTree]:
+    def _grown(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Trees of requests whose rows can be computed."""
+        if not asks:
+            return []
+        if self.top_k > 1:
+            return self._trees(asks)
+        if self.runner.even and len(self.runner.sampled):
+            rows = self._rows(asks)
+            if rows.how.plain:
+                return self._late_chains(asks, rows)
+        return self._chains(asks)
+
+    def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
         """All tokens of all requests by one launch, without a look at one."""
         deepest = max(ask.steps for ask in asks)
         recorded = range(deepest, self.steps + 1)
         guesses = next(n for n in recorded if self.steps + n in self.runner.widths)
         self.runner.shift.zero_()  # early chains of the same requests may have left theirs
-        out = self._begin(asks, missing, settings(rows, self.vocab_size), guesses)
+        out = self._begin(asks, settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
         requests, slots = [ask.request for ask in asks], len(out.sampled[0])
         self._made = Chains(requests, rows.how, guesses, slots)
@@ -309,14 +311,14 @@ class ModelDraft:
         made, self._made, runner, kind = self._made, None, self.runner, self.model.extend
         if made is None or made.requests != list(requests) or width != made.guesses + 1:
             return
-        tables, n, guesses = [self._state(r).table for r in requests], len(requests), made.guesses
+        tables, n, guesses = [table_of(each) for each in requests], len(requests), made.guesses
         lens, rows = [table.draft_len for table in tables], self.steps + guesses
         pairs = zip(tables, lens, strict=True)
         if self.eager or not all(ready(t, kind.groups, length + rows) for t, length in pairs):
             return
-        nodes = np.arange(n)[:, None] * width + np.minimum(np.arange(rows), guesses)
+        nodes = (np.arange(n)[:, None] * width + np.minimum(np.arange(rows), guesses)).ravel()
         if self.model.states is not None and hidden is not None:
-            copy_rows(self.model.states, hidden, nodes.ravel())
+            self.model.states[: len(nodes)] = self._gathered([hidden] * len(nodes), nodes.tolist())
         known = runner.sampled[: n * width].view(n, width)[:, :guesses]
         guessed = runner.sampled[GUESSES : GUESSES + guesses * made.slots].view(guesses, -1)
         runner.shift[:n] = (known == guessed[:, :n].T).long().cumprod(1).sum(1)
@@ -324,39 +326,32 @@ class ModelDraft:
         how = settings(RowBatch(made.how, positions, {}), self.vocab_size)
         shape = replace(uniform(n, rows), emit=ints(np.arange(n) * rows))
         plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
-        out = runner.run(plan, ints((-1 - nodes).ravel()), kind, how, chain=chain)
+        out = runner.run(plan, ints(-1 - nodes), kind, how, chain=chain)
         assert out.sampled is not None, "settings were given"
         slots, number = len(out.sampled[0]), requests[0].launched_in
-        self._early = made._replace(slots=slots, tables=tables, lens=lens, number=number)
+        self._made = made._replace(slots=slots, number=number)
 
-    def _taken(
-        self, early: Chains, asks: Sequence[DraftRequest], missing: Sequence[int]
-    ) -> list[DraftTree] | None:
-        """The chains that were made early, if all who ask have one, behind their last tokens."""
+    def _taken(self, early: Chains, asks: Sequence[DraftRequest]) -> list[DraftTree] | None:
+        """The chains that were made early, if all who ask have one and were in no step since: they
+        begin behind the last tokens, whichever these are."""
         numbers, trees = {request: k for k, request in enumerate(early.requests)}, list[DraftTree]()
-        for ask, count in zip(asks, missing, strict=True):
-            k, table = numbers.get(ask.request), ask.request.table
-            if k is None or table is not early.tables[k] or table.draft_len != early.lens[k]:
-                return None
-            if ask.request.launched_in != early.number or not 0 < count <= early.guesses + 1:
+        for ask in asks:
+            k = numbers.get(ask.request)
+            if k is None or ask.request.launched_in != early.number:
                 return None
             trees.append(early.tree(k, min(ask.steps, early.guesses)))
-        for ask, count in zip(asks, missing, strict=True):
-            state = self._state(ask.request)
-            if self.ahead:
-                state.take(count)
-            state.table.draft_len += count
+        for ask in asks:
+            table, end = table_of(ask.request), self._end(ask.request)
+            table.draft_state, table.draft_len = DraftState.of(table).behind(end - 1), end
         if len(asks) == len(early.requests):
-            self._made = early
+            self._made = early._replace(number=0)
         return trees
 
-    def _chains(self, asks: Sequence[DraftRequest], missing: Sequence[int]) -> list[DraftTree]:
+    def _chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Token by token, all requests at once, as far as the model thinks that it is right."""
         chains, chances = [list[int]() for _ in asks], [1.0] * len(asks)
-        states = [self._state(ask.request) for ask in asks]
-        for state in states:
-            state.shares = []
-        live, rows, out = list(range(len(asks))), self._rows(asks), self._begin(asks, missing)
+        given = [list[tuple[Chances, float]]() for _ in asks]
+        live, rows, out = list(range(len(asks))), self._rows(asks), self._begin(asks)
         steps: Iterator[StepPlan] = iter(())
         while True:
             tokens, shares = self._guesses(out, rows)
@@ -364,7 +359,7 @@ class ModelDraft:
             for at, i in enumerate(live):
                 if shares:
                     known = self._chances[asks[i].params.temperature > 0]
-                    states[i].shares.append((known, shares[at]))
+                    given[i].append((known, shares[at]))
                     chances[i] *= known.of(shares[at])
                 if tokens[at] != NO_TOKEN:
                     chains[i].append(tokens[at])
@@ -383,6 +378,9 @@ class ModelDraft:
                 plan = next(steps)
             ids = [chains[i][-1] for i in live]
             out = self.runner.run(plan, ids, self.model.kind, checked=True)
+        for ask, own in zip(asks, given, strict=True):
+            table = table_of(ask.request)
+            table.draft_state = DraftState.of(table)._replace(shares=tuple(own))
         return [DraftTree(tuple(chain), tuple(range(len(chain)))) for chain in chains]
 
     def _guesses(self, out: StepOutput, rows: RowBatch) -> tuple[list[int], list[float]]:
@@ -404,7 +402,7 @@ class ModelDraft:
         """The next steps of chains of these lengths, planned and checked in one go: as many as all
         may have."""
         width = min([ask.steps - n for ask, n in zip(asks, lens, strict=True)])
-        tables = [self._state(ask.request).table for ask in asks]
+        tables = [table_of(ask.request) for ask in asks]
         begins = [table.draft_len + n - 1 for table, n in zip(tables, lens, strict=True)]
         plan = self._plan(self.model.kind, tables, begins, uniform(len(asks), width))
         self.runner.check(plan, self.model.kind)
@@ -416,71 +414,42 @@ class ModelDraft:
             whole = list(above) == list(range(len(out.behind)))
             self.model.hidden[: len(above)] = out.behind if whole else out.behind[above]
 
-    def _trees(self, asks: Sequence[DraftRequest], missing: Sequence[int]) -> list[DraftTree]:
+    def _trees(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Behind every node of a level the best tokens; of these the best are the next level."""
         beams, kind = [beam.Beam(self.top_k) for _ in asks], self.model.kind
-        live, out = list(range(len(asks))), self._begin(asks, missing)
+        live, out = list(range(len(asks))), self._begin(asks)
         while live:
-            paths = [(asks[i], path) for i in live for path in beams[i].paths()]
+            paths = [(asks[i], path) for i in live for path in beams[i].paths]
             rows = self._rows([ask for ask, _ in paths], [path for _, path in paths])
             scores, ids = beam.best(self.model.logits(out.emitted), rows, self.top_k, self.eos_ids)
             first, going, above = 0, list[int](), list[int]()
-            tokens, trees = list[list[int]](), list[tuple[int, ...]]()
             for i in live:
-                width = beams[i].width
-                beams[i].grow(scores[first : first + width], ids[first : first + width])
-                if beams[i].depth < asks[i].steps and beams[i].width:
-                    level, rows_above, parents = beams[i].level()
-                    tokens.append(level)
-                    trees.append(parents)
-                    above += [first + row for row in rows_above]
+                end = first + len(beams[i].level)
+                beams[i].grow(scores[first:end], ids[first:end])
+                if beams[i].level and len(beams[i].paths[0]) < asks[i].steps:
+                    above += [first + row for row in beams[i].above]
                     going.append(i)
-                first += width
+                first = end
             if live := going:
-                tables = [self._state(asks[i].request).table for i in live]
-                flat = [token for level in tokens for token in level]
+                tables = [table_of(asks[i].request) for i in live]
+                tokens = [path[-1] for i in live for path in beams[i].paths]
                 self._feed(out, above)
                 begins = [table.draft_len for table in tables]
-                shape = shape_of(list(map(len, tokens)), trees)
-                out = self.runner.run(self._plan(kind, tables, begins, shape), flat, kind)
+                counts = [len(beams[i].level) for i in live]
+                shape = shape_of(counts, [beams[i].parents for i in live])
+                out = self.runner.run(self._plan(kind, tables, begins, shape), tokens, kind)
         return [each.tree(ask.nodes) for each, ask in zip(beams, asks, strict=True)]
+
+
+def table_of(request: Request) -> PageTable:
+    """Of a request that drafts."""
+    assert request.table is not None, "who drafts holds pages"
+    return request.table
 
 
 def ready(table: PageTable, groups: Sequence[int], kv_len: int) -> bool:
     """Whether a table has room for so many keys, all of them in their places."""
     return not table.pending and all(table.room(g) >= kv_len for g in groups)
-
-
-def fill(buffer: Tensor, states: Sequence[Tensor], rows: list[int]) -> None:
-    """The target's states of a step's rows, where the model reads them."""
-    steps = list({id(each): each for each in states}.values())
-    every, index = steps[0], rows
-    if len(steps) > 1:
-        begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
-        pairs = zip(states, rows, strict=True)
-        every, index = torch.cat(steps), [begins[id(each)] + row for each, row in pairs]
-    copy_rows(buffer, every, np.array(index))
-
-
-def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.integer]) -> None:
-    """buffer[:] = every[index], as far as that reaches."""
-    if buffer.device.type == "cpu":  # by numpy, on this thread
-        buffer.numpy()[: len(index)] = every.numpy()[index]
-    else:
-        at = sent(torch.from_numpy(index), buffer.device)
-        torch.index_select(every, 0, at, out=buffer[: len(index)])
-
-
-def compact(step: Tensor, states: Sequence[DraftState]) -> None:
-    """The rows of a step that are still wanted get memory of their own: it need not stay."""
-    kept = [(s, i) for s in states for i, each in enumerate(s.hidden) if each is step]
-    rows = torch.tensor([s.rows[i] for s, i in kept], dtype=torch.int64)
-    fewer = step[sent(rows, step.device)]
-    for number, (s, i) in enumerate(kept):
-        s.hidden[i], s.rows[i] = fewer, number
-    for s in states:
-        if s.last is not None and s.last[0] is step:
-            s.last = None
 
 
 def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...]] = ()) -> BatchShape:
