@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +52,7 @@ class Oracle:
             errs = rng.random(len(answer)) >= right
             others = rng.integers(1, draft.vocab_size, len(answer))
             tokens = np.where(errs, (answer + others) % draft.vocab_size, answer)
-            self.known[name] = tokens.tolist()
+            self.known[name] = [*tokens.tolist(), *[0] * draft.steps]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Trees of the shapes that the draft has; along a first path the continuation."""
@@ -59,9 +60,9 @@ class Oracle:
         told = [self._told(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
         if not any(tree.token_ids and tree.token_ids[0] < 0 for tree in trees):
             return [DraftTree(ids, tree.parents) for ids, tree in zip(told, trees, strict=True)]
-        rows = -1 - GUESSES - np.array([token for tree in trees for token in tree.token_ids])
+        rows = -1 - GUESSES - np.array([*chain.from_iterable(tree.token_ids for tree in trees)])
         room = np.zeros(rows.max() + 1, np.int64)
-        room[rows] = [token for ids in told for token in ids]
+        room[rows] = [*chain.from_iterable(told)]
         runner = self.draft.runner
         runner.keep(sent(torch.from_numpy(room), runner.ops.device), GUESSES)
         return trees
@@ -70,9 +71,8 @@ class Oracle:
         spec, tokens = ask.request.spec, tree.token_ids
         begin, node = len(ask.request.tokens) - len(spec.prompt), 0
         known = self.known[spec.request_id]
-        if tree.chain:
-            right = known[begin : begin + len(tokens)]
-            return (*right, *tokens[len(right) :])
+        if self.draft.top_k == 1:
+            return tuple(known[begin : begin + len(tokens)])
         others = list(tokens)
         for token in known[begin:]:
             if node not in tree.parents:

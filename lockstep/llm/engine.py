@@ -317,7 +317,7 @@ class Engine:
                     self._held = self.speculation.hold(step)
                 self._launched.append(self._launch(step))
                 if self.speculation is not None:
-                    self.speculation.launched(step, self._launched[-1].hidden)
+                    self.speculation.launched(self.scheduler, step, self._launched[-1].hidden)
             self._write()
             touched += self._settle(later)
             self._write()

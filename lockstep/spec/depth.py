@@ -46,8 +46,6 @@ class Acceptance:
         self.guesses = self.guesses * FORGET + guesses
         self.tried = self.tried * FORGET + tried
         self.right = self.right * FORGET + right
-        if right:
-            self.rest = REST
 
     def other(self) -> Self:
         """Of a request that has seen nothing yet: like these, and quick to be otherwise."""
@@ -162,16 +160,14 @@ class Costs:
         if not self.plain.known or not self.wide.known:
             return [most if self.plain.known else 0] * count
         token_s, row_s = self.plain.y / count, self.row_s * nodes / most / count
+        levels = range(1, most + 1)
+        worth = [[each.rate**depth * token_s - row_s for depth in levels] for each in acceptances]
         gain, best_gain, best = -self.first_s, 0.0, 0
-        for depth in range(1, most + 1):
-            worth = [acceptance.rate**depth * token_s - row_s for acceptance in acceptances]
-            gain += sum(each for each in worth if each > 0) - self.guess_s
+        for depth, level in zip(levels, zip(*worth, strict=True), strict=True):
+            gain += sum(each for each in level if each > 0) - self.guess_s
             if gain > best_gain:
                 best_gain, best = gain, depth
-        return [
-            max((d for d in range(1, best + 1) if acceptance.rate**d * token_s > row_s), default=0)
-            for acceptance in acceptances
-        ]
+        return [sum(each > 0 for each in own[:best]) for own in worth]
 
     def pays(self, acceptances: Sequence[Acceptance]) -> list[bool]:
         """Whose drafts, which end by themselves, bring more than they cost."""

@@ -134,23 +134,31 @@ class Speculation:
     def hold(self, step: ScheduledStep) -> bool:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
         so that nothing is gained by settling the step late."""
-        self._begins.append((step.number, self._begun))
-        if self._all_rest(step.number) or not self._measured(len(step.batch.rows)):
-            return False
-        alone = True
+        even, alone = self.runner.even, True
+        if self.adaptive and even:  # plain steps are measured as they will be settled
+            measured = self.costs[rounded(len(step.batch.rows))].plain.known
+            if not measured or self._acceptance.resting(step.number):
+                return False
         for rows in step.batch.rows:
             request = rows.request
-            if request.spec.speculative and rows.sampled and not self._rests(request, step.number):
+            asked = request.spec.speculative and rows.sampled > 0
+            if asked and (even or not self._rests(request, step.number)):
                 request.held_until = max(request.held_until, step.number)
             else:
                 alone = False
         return alone
 
-    def launched(self, step: ScheduledStep, hidden: Tensor | None) -> None:
-        """A step has been launched. Who only tries is not expected to go on."""
-        chains = all(rows.chain for rows in step.batch.rows)
-        if chains and not self._trying:
-            self.draft.launched(step.batch.requests, step.batch.shape.width, hidden)
+    def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Tensor | None) -> None:
+        """A step has been launched. Who only tries is not expected to go on; the others have room
+        for the next chains, whatever is accepted, before anybody waits for these."""
+        self._begins.append((step.number, self._begun))
+        batch = step.batch
+        if self._trying or not all(rows.chain for rows in batch.rows):
+            return
+        self.draft.launched(batch.requests, batch.shape.width, hidden)
+        if self.runner.even:
+            for request in batch.requests:
+                scheduler.make_room(request, batch.shape.width + 2 * self.shape.steps + 1, 0)
 
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
@@ -169,28 +177,25 @@ class Speculation:
             if len(self._untold) >= self.draft.lag:
                 self._tell()
             return
-        entries, at, drafts = list[SettledRows](), 0, list[tuple[int, ...]]()
-        cached_lens = step.cached_lens.tolist()
-        for i, (rows, cached_len) in enumerate(zip(batch.rows, cached_lens, strict=True)):
-            nodes: Sequence[int] = range(rows.new_len)
+        entries, drafts, even = list[SettledRows](), list[tuple[int, ...]](), self.runner.even
+        columns = batch.rows, step.cached_lens.tolist(), batch.begins, batch.first_samples
+        for rows, cached_len, begin, sample in zip(*columns, strict=False):
+            kept: Sequence[int] = range(begin, begin + rows.new_len)
             if rows.parents is not None:
-                nodes = accepted.sample(at).nodes
-                deepest = rows.new_len - 1 - rows.request.pads
+                nodes, deepest = accepted.sample(sample).nodes, rows.new_len - 1 - rows.request.pads
+                kept = kept[: len(nodes)]
                 if not rows.chain:
+                    kept = [begin + node for node in nodes]
                     deepest = max(map(len, paths(rows.parents, rows.new_len))) - 1
                 if deepest > 0:
                     right = min(deepest, max(len(nodes) - 1, 0))
                     drafts.append((1, deepest, min(deepest, len(nodes)), right))
-                    if not self.runner.even:
+                    if not even:
                         self._acceptance_of(rows.request).verified(*drafts[-1])
-            at += rows.sampled
-            kept = tuple([batch.begins[i] + node for node in nodes])
-            entries += [SettledRows(request, cached_len, kept) for request in drafting(rows)]
+            for request in drafting(rows):
+                entries.append(SettledRows(request, cached_len, tuple(kept)))
         if drafts:
-            rest = self._acceptance.rest
             self._acceptance.verified(*map(sum, zip(*drafts, strict=True)))
-            if self.runner.even:  # to be right sometimes is not enough: it has to pay
-                self._acceptance.rest = rest
         self.draft.observe(SettledStep(tuple(entries), hidden))
 
     def _tell(self) -> None:
@@ -212,15 +217,19 @@ class Speculation:
     def _wanted(self, scheduler: Scheduler) -> dict[Request, int]:
         """How deep a draft every request is to have, of those that may have one."""
         shape, settled, even = self.shape, scheduler.settled, self.runner.even
-        self._trying = False
-        if self._all_rest(settled):
+        self._trying, most = False, dict[Request, int]()
+        if self.adaptive and even and self._acceptance.resting(settled):
             return {}
-        most: dict[Request, int] = {}
         for request in scheduler.running:
-            if request.spec.speculative and (even or not self._rests(request, settled)):
-                deepest = self._deepest(request, settled)
-                if deepest > 0:
-                    most[request] = deepest
+            if not request.spec.speculative or (not even and self._rests(request, settled)):
+                continue  # nothing else is asked: what moves is in columns
+            if request.launched_in > settled or not request.decodes:
+                continue
+            deepest = request.left - 1
+            if even:  # up to the context's end: what is accepted is cut
+                deepest = self.context_length - len(request.tokens)
+            if deepest > 0:
+                most[request] = deepest
         if not self.adaptive or not most:
             return {request: min(n, shape.steps) for request, n in most.items()}
         # who guesses, or does not, together: all, where they do in the same launch
@@ -237,18 +246,16 @@ class Speculation:
                 chosen = [shape.rounded(steps) for steps in chosen]
         wanted: dict[Request, int] = {}
         for requests, acceptance, steps in zip(together, acceptances, chosen, strict=True):
-            if not steps and costs.plain.known:
+            if steps:  # to be right sometimes is not enough: it has to pay
+                self._acceptance.rest = acceptance.rest = REST
+            elif costs.plain.known:
                 steps = self._tries(acceptance, settled)
-            elif steps and even:
-                acceptance.rest = REST
             if steps:
                 wanted |= {request: min(steps, most[request]) for request in requests}
         return wanted
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:
-        """It rests, or has rested: a guess, whatever it is worth."""
-        if acceptance.resting(settled):
-            return 0
+        """It has rested: a guess, whatever it is worth; or it rests from now on."""
         if acceptance.rests_until:
             acceptance.rests_until, self._trying = 0, True
             return self.shape.steps if self.draft.knows_chances else 1
@@ -263,29 +270,9 @@ class Speculation:
             self._say = None
         return 0
 
-    def _all_rest(self, settled: int) -> bool:
-        """Whether nobody is asked for, of those that guess in the same launch."""
-        return self.adaptive and self.runner.even and self._acceptance.resting(settled)
-
-    def _measured(self, requests: int) -> bool:
-        """Whether it is known what plain steps of so many take, settled late as they will be."""
-        apart = not self.adaptive or not self.runner.even
-        return apart or self.costs[rounded(requests)].plain.known
-
     def _rests(self, request: Request, settled: int) -> bool:
         """Whether it is not asked for when so many steps are settled, by its own acceptance."""
-        acceptance = self._acceptances.get(request)
-        return self.adaptive and acceptance is not None and acceptance.resting(settled)
-
-    def _deepest(self, request: Request, settled: int) -> int:
-        """How deep a draft of a request may be, if steps up to number `settled` are settled: 0 if
-        it is not its turn, or its end leaves no room. Even ones go on up to the context's end: what
-        is accepted is cut."""
-        if request.table is None or request.launched_in > settled or not request.decodes:
-            return 0
-        if self.runner.even:
-            return self.context_length - len(request.tokens)
-        return request.left - 1
+        return self.adaptive and self._acceptance_of(request).resting(settled)
 
     def _acceptance_of(self, request: Request) -> Acceptance:
         """A new request begins with what is known of all: how often they are right, and how long
@@ -316,8 +303,10 @@ def drafting(rows: ScheduledRows) -> list[Request]:
     """Whose keys some rows became: the request's, if it still has its pages, and those of
     completions that were forked off behind them."""
     request, own = rows.request, list[Request]()
-    if request.spec.speculative and request.table is not None and request.table is rows.table:
-        own = [request]
-    if rows.samples > 1 and request.spec.speculative:
+    if not request.spec.speculative:
+        return own
+    if request.table is rows.table:
+        own.append(request)
+    if rows.samples > 1:
         own += [each for each in request.siblings if each is not request and each.running]
     return own
