@@ -191,7 +191,7 @@ class Failing:
 def test_a_step_that_fails_has_not_happened(tiny, at):
     """Scores of the prompt and of items half way: none twice, none missing, and everybody goes
     on."""
-    model = llm(tiny, chunked_prefill_size=24 if tiny is BART else 5)
+    model = llm(tiny, chunked_prefill_size=24 if tiny is BART else 5, graphs=False)
     calm = llm(tiny, disable_radix_cache=True, max_total_tokens=2048).engine
     params = replace(PARAMS, n=2, prompt_logprobs=None if tiny is BART else 1)
 

@@ -6,7 +6,6 @@ attends: always in this order, in one place. A bound step knows addresses, no re
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from lockstep.kv import pool as kv
 from lockstep.plan import image as plan_image
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Ints, StepPlan
-from lockstep.types import AttnSpec, GroupSpec
+from lockstep.types import GroupSpec
 
 if TYPE_CHECKING:
     from lockstep.nn.attention import GroupLayer  # which loads the kernels
@@ -43,24 +42,16 @@ class Step:
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads, d_qk], k [T, kv_heads, d_qk], v [T, kv_heads, d_v] of this step's rows;
         returns [T, heads, d_v]. A decoder's cross attention only reads: it has no k and v."""
-        store, number, handle, spec = self._layers[layer]
-        out, _ = self.attend_keys(q, store.keys(number, k, v), handle, spec)
+        at = self.layer_map[layer]
+        store, spec = self.stores[at.group], self.specs[at.group].layers[at.layer]
+        handle = self.handles[at.group]
+        out, _ = self.attend_keys(q, store.keys(at.layer, k, v), handle, spec)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes keys that no row of this step attends to: an encoder's, for cross attention."""
-        store, number, _, _ = self._layers[layer]
-        store.keys(number, k, v)
-
-    @cached_property
-    def _layers(self) -> list[tuple[kv.KvWriter | kv.UncachedKv, int, Any, AttnSpec]]:
-        """Of every layer: where its keys are, its number there, and what `attend_keys` is told."""
-        groups = list(zip(self.stores, self.handles, self.specs, strict=True))
-        found = []
-        for at in self.layer_map:
-            store, handle, spec = groups[at.group]
-            found.append((store, at.layer, handle, spec.layers[at.layer]))
-        return found
+        at = self.layer_map[layer]
+        self.stores[at.group].keys(at.layer, k, v)
 
 
 def layout_of(plan: StepPlan, backend: Backend) -> ImageLayout:

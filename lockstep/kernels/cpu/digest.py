@@ -30,7 +30,7 @@ def digest(tensor: Tensor) -> bytes:
     blocks = -(-rows // BLOCK)
     lanes = np.zeros(max(1, blocks) * LANES, np.int64)
     entries, cost_ns = (data.data_ptr(), rows, lanes.ctypes.data), blocks * BLOCK_NS
-    threads.run(work(), entries, blocks, threads.team(blocks, cost_ns), cost_ns)
+    threads.Call(work(), entries, blocks, threads.team(blocks, cost_ns), cost_ns).run()
     rest = data[rows * 8 * LANES :].numpy().tobytes()
     ends = lanes.tobytes() + rest + len(data).to_bytes(8, "little")
     return hashlib.blake2b(ends, digest_size=SIZE).digest()

@@ -277,7 +277,8 @@ def _run(what: int, logits: Tensor, few: int, *tensors: Tensor) -> None:
     cost_ns = rows * vocab * LOGIT_NS
     team = threads.team(rows, cost_ns)
     scratch, addresses = threads.memory(4 * vocab, team), map(where, (logits, *tensors))
-    threads.run(compiled(), (what, vocab, few, scratch, *addresses), rows, team, cost_ns)
+    entries = (what, vocab, few, scratch, *addresses)
+    threads.Call(compiled(), entries, rows, team, cost_ns).run()
 
 
 def unit(at: Any, r: Any, worker: Any) -> None:

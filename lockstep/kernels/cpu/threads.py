@@ -404,11 +404,6 @@ class Room:
         return any(begin <= at < begin + size for begin, size in self.places)
 
 
-def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
-    """One `Call`, once."""
-    Call(work, entries, units, most, cost_ns).run()
-
-
 def setting() -> tuple[int, int]:
     """What `team` depends on besides its arguments: a call that is kept is kept for this."""
     return count(), THREAD_NS
@@ -496,8 +491,8 @@ def linked(
 
 
 def kernel(name: str, unit: Any, cache: bool = True) -> Any:
-    """What `run` takes: C code that does units of a call by a compiled `unit(at, nth, worker)`. It
-    lives as long as the object that comes back."""
+    """What a `Call` takes: C code that does units by a compiled `unit(at, nth, worker)`. It lives
+    as long as the object that comes back."""
     return c_function(name, relinked(units, {**globals(), "unit": unit}), cache)
 
 
