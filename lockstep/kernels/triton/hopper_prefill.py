@@ -21,21 +21,12 @@ Call = namedtuple("Call", "items page_ids heads group c v_scale sinks2 count0 le
 
 
 @gluon.jit
-def share(work):
-    """How many of `work` pieces this program does."""
-    programs = gl.num_programs(0)
-    rounds = work // programs
-    place = gl.where(rounds % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
-    return rounds + gl.where(place < work % programs, 1, 0)
-
-
-@gluon.jit
-def piece(nth, work):
+def piece(nth):
     """The nth piece of this program: forwards and backwards in turn, so that pieces sorted by
     length are dealt evenly."""
     programs = gl.num_programs(0)
     place = gl.where(nth % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
-    return gl.minimum(nth * programs + place, work - 1)
+    return nth * programs + place
 
 
 @gluon.jit
@@ -46,8 +37,9 @@ def producer(call, work, room, q_desc, k_desc, v_desc):
     D: gl.constexpr = room.k_ring.tiles.shape[2]
     PAGE: gl.constexpr = room.k_ring.pages.shape[1]
     g = 0
-    for nth in range(0, share(work)):
-        w = piece(nth, work)
+    nth = 0
+    while piece(nth) < work:
+        w = piece(nth)
         it = load_item(call, w // call.heads, TILE)
         head = w % call.heads
         pages = hopper.Pages(call.page_ids, it.entry, 0, (it.hi + PAGE - 1) // PAGE - 1)
@@ -62,6 +54,7 @@ def producer(call, work, room, q_desc, k_desc, v_desc):
                     nv.tma.async_copy_global_to_shared(q_desc, at, room.q_full, room.q.index(i))
             hopper.fetch(v_desc, room.v_ring, g, pages, tile, col)
             g += 1
+        nth += 1
 
 
 @gluon.jit
@@ -197,8 +190,9 @@ def consumer(call, work, room, WG: gl.constexpr):
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     g = 0
-    for nth in range(0, share(work)):
-        w = piece(nth, work)
+    nth = 0
+    while piece(nth) < work:
+        w = piece(nth)
         it = load_item(call, w // call.heads, TILE)
         head = w % call.heads
         sink2 = gl.load(call.sinks2 + head)
@@ -209,6 +203,7 @@ def consumer(call, work, room, WG: gl.constexpr):
         nv.mbarrier.wait(room.q_full, nth & 1)
         M, L, o = attend_item(call, it, room, g, nth, tiles, full, pos, WG)
         g += tiles
+        nth += 1
         row, staged = it.row_begin + WG * 64, room.staged.index(2 * WG)
         write_rows(call, staged, row, it.row_end, head, sink2, M, L, o)
 

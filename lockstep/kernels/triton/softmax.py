@@ -50,13 +50,9 @@ def row_sum(p):
     ROWS: tl.constexpr = p.shape[0]
     TILE: tl.constexpr = p.shape[1]
     x = tl.sum(tl.reshape(p, [ROWS, TILE // 8, 4, 2]), 3)
-    if TILE >= 128:
-        x = tl.sum(tl.reshape(x, [ROWS, 8, 2, 4]), 2)
-    if TILE >= 64:
-        x = tl.sum(tl.reshape(x, [ROWS, 4, 2, 4]), 2)
-    if TILE >= 32:
-        x = tl.sum(tl.reshape(x, [ROWS, 2, 2, 4]), 2)
-    x = tl.sum(tl.reshape(x, [ROWS, 2, 4]), 1)
+    for level in tl.static_range(4, 8):
+        if TILE >> level > 0:
+            x = tl.sum(tl.reshape(x, [ROWS, TILE >> level, 2, 4]), 2)
     return beside(tl.sum(tl.sum(tl.reshape(x, [ROWS, 2, 2]), 2), 1), p)
 
 
