@@ -102,15 +102,13 @@ class Backend:
         """Of a few rows per request, with room for more items, up to what its pages could hold."""
         if not few_rows(bucket) or len(variant) != 1:
             return ()
-        (one,), most = variant, most_items(spec, bucket) - variant[0].counters
+        (one,), rows = variant, spec.group_size * bucket.width
+        most = most_items(spec, bucket) - one.counters
         if one.tuning.kernel != "plain":  # who is not split at all, but for a few long ones
             split = launch.most_split(spec, one.tuning, bucket.width)
             most = min(most, room_for(split * LONGEST))
         rooms = [n for n in EXTRAS if one.items - one.counters < n <= most]
-        return tuple(
-            (rounded(replace(one, items=one.counters + n), spec.group_size * bucket.width),)
-            for n in rooms
-        )
+        return tuple((rounded(replace(one, items=one.counters + n), rows),) for n in rooms)
 
     def bind(
         self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: tuple[Launch, ...]
@@ -141,11 +139,12 @@ class Backend:
         """A launch per tuning; none where there are no rows."""
         group = handle.spec
         check(q, keys, group)
-        compute = torch.float16 if keys.k.dtype is torch.float16 else q.dtype
         d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
         out = torch.empty(*q.shape[:2], d_v, dtype=q.dtype, device=q.device)
+        if keys.k.dtype is torch.float16 and q.dtype is not torch.float16:
+            q = q.clamp(*HALF).half()
         arguments = handle.arguments[spec] | {
-            "q": widened(q if q.dtype is compute else q.clamp(*HALF).half(), d_qk),
+            "q": widened(q, d_qk),
             "k": keys.k,
             "v": keys.v,
             "out": out,

@@ -7,8 +7,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton import parts
-from lockstep.kernels.triton.softmax import add_up, fold, log2_units, tanh, weigh
+from lockstep.kernels.triton import softmax
 
 # what a kernel is compiled for: head sizes, the pieces they are walked in, features, launch shape
 Shape = namedtuple("Shape", "D_QK DA DB D_V DV LATENT CAP TREE ROWS TILE")
@@ -74,9 +73,9 @@ def tile_weights(b, x, kp, m, l, S):
     maximum and the new sum."""
     seen = (kp[None, :] >= b.seen.lo[:, None]) & (kp[None, :] < b.seen.hi[:, None])
     if S.CAP:
-        x = tanh(x * b.pre)
-    w, alpha, m = weigh(tl.where(seen, x, float("-inf")), m, b.call.c, True)
-    return w, alpha, m, add_up(l, alpha, w)
+        x = softmax.tanh(x * b.pre)
+    w, alpha, m = softmax.weigh(tl.where(seen, x, float("-inf")), m, b.call.c, True)
+    return w, alpha, m, softmax.add_up(l, alpha, w)
 
 
 @triton.jit
@@ -120,8 +119,8 @@ def attend_split(b, split, S):
     maximum in log2 units, sum and values."""
     TILE: tl.constexpr = S.TILE
     m, l, a = nothing(S.ROWS, S.DV)
-    begin = tl.maximum(parts.split_begin(split, b.call), b.it.lo // TILE * TILE)
-    end = tl.minimum(parts.split_begin(split + 1, b.call), b.it.hi)
+    begin = tl.maximum(softmax.split_begin(split, b.call), b.it.lo // TILE * TILE)
+    end = tl.minimum(softmax.split_begin(split + 1, b.call), b.it.hi)
     plain_end = end
     if S.TREE:
         plain_end = tl.maximum(begin, tl.minimum(end, tl.load(b.it.row + 11) // TILE * TILE))
@@ -137,10 +136,10 @@ def attend_split(b, split, S):
     if S.TREE:
         for p in tl.range(plain_end, end, TILE, num_stages=1):
             m, l, a = tree_tile(b, p, m, l, a, S)
-    return log2_units(m, b.call.c), l, a
+    return softmax.log2_units(m, b.call.c), l, a
 
 
-@triton.jit(do_not_specialize=parts.NUMBERS)
+@triton.jit(do_not_specialize=softmax.NUMBERS)
 def attend_kernel(
     q, k, v, out, lse, sinks2, items, positions, start, tail_indptr, tail_slots, page_ids,
     part_ml, part_acc, counters, c, pre, v_scale,
@@ -151,15 +150,15 @@ def attend_kernel(
     ROWS: tl.constexpr, TILE: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One item and kv head per program; strides come in units of 8 elements."""
-    call = parts.Call(
+    call = softmax.Call(
         q, q_row8, q_head8, items, positions, page_ids, heads, kv_heads, window, causal, c, v_scale,
         sinks2, count0, len0, len1, out, lse, part_ml, part_acc, counters,
     )  # fmt: skip
-    it = parts.load_item(call, tl.program_id(0) // kv_heads, TILE)
+    it = softmax.load_item(call, tl.program_id(0) // kv_heads, TILE)
     if it.row_begin >= it.row_end:  # padding of the item list
         return
     r = tl.arange(0, ROWS)
-    token, head, real = parts.rows_of(call, it, r)
+    token, head, real = softmax.rows_of(call, it, r)
     at = token * (q_row8 * 8) + head * (q_head8 * 8)
     qa = rows_at(q, at, 0, real, D_QK, DA)
     qb = qa
@@ -169,15 +168,15 @@ def attend_kernel(
     k_head, v_head = kv_head * (k_head8 * 8), kv_head * (v_head8 * 8)
     cache = Cache(k, k_row8.to(tl.int64) * 8, k_head, v, v_row8.to(tl.int64) * 8, v_head)
     pages, tree = Pages(page_size, page_mul, page_shift), Tree(start, tail_indptr, tail_slots)
-    b = Block(call, it, parts.seen_by(call, it, r), qa, qb, pre, cache, pages, tree)
+    b = Block(call, it, softmax.seen_by(call, it, r), qa, qb, pre, cache, pages, tree)
     S: tl.constexpr = Shape(D_QK, DA, DB, D_V, DV, LATENT, CAP, TREE, ROWS, TILE)
     if PART:
         m, l, a = attend_split(b, it.split, S)
         fresh = nothing(FOLD_ROWS, DV)
-        parts.arrive(call, it, m, l, a, r, tl.load(it.row + 9), fresh, D_V, FOLD_DEPTH)
+        softmax.arrive(call, it, m, l, a, r, tl.load(it.row + 9), fresh, D_V, FOLD_DEPTH)
     else:
         M, L, A = nothing(ROWS, DV)
         for s in range(it.split, it.split_end):
             m, l, a = attend_split(b, s, S)
-            M, L, A = fold(M, L, A, m, l, a)
-        parts.write_rows(call, it, M, L, A, r, D_V)
+            M, L, A = softmax.fold(M, L, A, m, l, a)
+        softmax.write_rows(call, it, M, L, A, r, D_V)

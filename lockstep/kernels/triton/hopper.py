@@ -1,6 +1,6 @@
 """What the warp-specialised kernels for sm_90 share, in Gluon: rings of tiles filled by TMA, a
-block's queries in shared memory, masks. The order of a row's softmax (`softmax.py`), items and
-where their rows go (`parts.py`) are the texts of their plain twin."""
+block's queries in shared memory, masks. Items, the order of a row's softmax and where rows go are
+the texts of their plain twin (`softmax.py`)."""
 
 from collections import namedtuple
 
@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lockstep.kernels.triton.parts import arrive, rows_of, write_rows
+from lockstep.kernels.triton.softmax import arrive, rows_of, write_rows
 
 WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 OUTSIDE = gl.constexpr(1 << 30)  # a row that no tensor has: TMA fills zeros

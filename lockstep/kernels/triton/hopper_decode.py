@@ -7,9 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as nv
 
-from lockstep.kernels.triton import hopper
-from lockstep.kernels.triton.parts import NUMBERS, Call, load_item, seen_by, split_begin
-from lockstep.kernels.triton.softmax import add_up, fold, index, log2_units, weigh
+from lockstep.kernels.triton import hopper, softmax
 
 ROWS = gl.constexpr(16)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
@@ -18,7 +16,7 @@ MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 @gluon.jit
 def producer(call, k_desc, v_desc, ring):
     """Keys and values of every tile of the item, in turn."""
-    it = load_item(call, gl.program_id(0) // call.kv_heads, ring.tiles.shape[1])
+    it = softmax.load_item(call, gl.program_id(0) // call.kv_heads, ring.tiles.shape[1])
     col = (gl.program_id(0) % call.kv_heads) * ring.tiles.shape[2]
     pages = hopper.pages_of(call, it, ring.pages.shape[1])
     for t in range(0, it.end - it.begin):
@@ -44,7 +42,7 @@ def attend_split(call, it, seen, q, w_room, ring, g, begin, end):
         s = nv.warpgroup_mma_wait(0, deps=[s])
         hopper.release(ring, i)
         s = hopper.visible(gl.permute(s, (1, 0)), tile, seen)
-        w, alpha, m = weigh(s, m, call.c, True)
+        w, alpha, m = softmax.weigh(s, m, call.c, True)
         w_room.store(w.to(w_room.dtype))
         nv.fence_async_shared()
         o = o * gl.convert_layout(alpha, gl.SliceLayout(0, MMA))[None, :]
@@ -52,10 +50,10 @@ def attend_split(call, it, seen, q, w_room, ring, g, begin, end):
         if (tile * TILE + TILE > it.hi) & (it.hi % ring.pages.shape[1] != 0):
             hopper.blank_page(ring, i + 1, it.hi - tile * TILE)
         o = nv.warpgroup_mma(v, w_room.permute([1, 0]), o, is_async=True)
-        l = add_up(l, alpha, w)
+        l = softmax.add_up(l, alpha, w)
         o = nv.warpgroup_mma_wait(0, deps=[o])
         hopper.release(ring, i + 1)
-    return log2_units(m, call.c), l, gl.permute(o, (1, 0))
+    return softmax.log2_units(m, call.c), l, gl.permute(o, (1, 0))
 
 
 @gluon.jit
@@ -63,27 +61,27 @@ def consumer(call, q, w_room, ring):
     """Scores, weights and values of the item's splits, folded."""
     TILE: gl.constexpr = ring.tiles.shape[1]
     D: gl.constexpr = ring.tiles.shape[2]
-    it = load_item(call, gl.program_id(0) // call.kv_heads, TILE)
+    it = softmax.load_item(call, gl.program_id(0) // call.kv_heads, TILE)
     hopper.store_queries(q, call, it, 0)
     scores = gl.permute(gl.zeros([TILE, ROWS], gl.float32, layout=MMA), (1, 0))
-    r = index(scores, 0)
-    seen = seen_by(call, it, r)
+    r = softmax.index(scores, 0)
+    seen = softmax.seen_by(call, it, r)
     M = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
     L = gl.zeros_like(M)
     A = gl.permute(gl.zeros([D, ROWS], gl.float32, layout=MMA), (1, 0))
     begin = it.begin
     split = it.split
     while begin < it.end:
-        end = gl.minimum(split_begin(split + 1, call) // TILE, it.end)
+        end = gl.minimum(softmax.split_begin(split + 1, call) // TILE, it.end)
         g = 2 * (begin - it.begin)
         m, l, a = attend_split(call, it, seen, q, w_room, ring, g, begin, end)
-        M, L, A = fold(M, L, A, m, l, a)
+        M, L, A = softmax.fold(M, L, A, m, l, a)
         begin = end
         split += 1
     hopper.deliver(call, it, M, L, A, r, 8)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=softmax.NUMBERS)
 def decode_kernel(
     q, k_desc, v_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters,
     c, v_scale, heads, kv_heads, window, causal, q_row8, q_head8, count0, len0, len1,
@@ -94,7 +92,7 @@ def decode_kernel(
     w_room = gl.allocate_shared_memory(k_desc.dtype, [ROWS, TILE], hopper.WIDE)
     ring = hopper.make_ring(k_desc.dtype, D, TILE, STAGES, PAGE, 1)
     nv.fence_async_shared()
-    call = Call(
+    call = softmax.Call(
         q, q_row8, q_head8, items, positions, page_ids, heads, kv_heads, window, causal, c, v_scale,
         sinks2, count0, len0, len1, out, lse, part_ml, part_acc, counters,
     )  # fmt: skip

@@ -9,9 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as nv
 
-from lockstep.kernels.triton import hopper
-from lockstep.kernels.triton.parts import NUMBERS, Call, load_item, seen_by, split_begin
-from lockstep.kernels.triton.softmax import add_up, beside, fold, log2_units, weigh
+from lockstep.kernels.triton import hopper, softmax
 
 ROWS, TILE, D, REST = gl.constexpr(64), gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
@@ -25,7 +23,7 @@ def producer(call, work, desc, ring, rest_pages):
     """Every tile of every item: 512 columns, and the other 64."""
     g = 0
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
-        it = load_item(call, n, TILE)
+        it = softmax.load_item(call, n, TILE)
         pages = hopper.pages_of(call, it, ring.pages.shape[1])
         for tile in range(it.begin, it.end):
             full = hopper.claim(ring, g, TILE * (D + REST) * 2)
@@ -50,17 +48,17 @@ def attend_split(call, it, seen, room, g, begin, end):
         s = nv.warpgroup_mma(room.q, kv.permute([1, 0]), zero, use_acc=False, is_async=True)
         rest = room.rest.index(i % 2).permute([1, 0])
         s = nv.warpgroup_mma_wait(0, deps=[nv.warpgroup_mma(room.q_rest, rest, s, is_async=True)])
-        w, alpha, m = weigh(hopper.visible(s, tile, seen), m, call.c, True)
+        w, alpha, m = softmax.weigh(hopper.visible(s, tile, seen), m, call.c, True)
         room.w.store(w.to(room.w.dtype))
         nv.fence_async_shared()
-        o = o * beside(alpha, o)[:, None]
+        o = o * softmax.beside(alpha, o)[:, None]
         if (tile * TILE + TILE > it.hi) & (it.hi % ring.pages.shape[1] != 0):
             hopper.blank_page(ring, i, it.hi - tile * TILE)
         o = nv.warpgroup_mma(room.w, kv, o, is_async=True)
-        l = add_up(l, alpha, w)
+        l = softmax.add_up(l, alpha, w)
         o = nv.warpgroup_mma_wait(0, deps=[o])
         hopper.release(ring, i)
-    return log2_units(m, call.c), l, o
+    return softmax.log2_units(m, call.c), l, o
 
 
 @gluon.jit
@@ -91,10 +89,10 @@ def attend_item(call, it, seen, room, state, g):
     begin = it.begin
     split = it.split
     while begin < it.end:
-        end = gl.minimum(split_begin(split + 1, call) // TILE, it.end)
+        end = gl.minimum(softmax.split_begin(split + 1, call) // TILE, it.end)
         m, l, o = attend_split(call, it, seen, room, g + begin - it.begin, begin, end)
         if begin > it.begin:
-            M, L, o = fold(M, L, unpacked(gl.load(own)), m, l, o)
+            M, L, o = softmax.fold(M, L, unpacked(gl.load(own)), m, l, o)
         else:
             M = m
             L = l
@@ -111,17 +109,17 @@ def consumer(call, work, room, states):
     g = 0
     state = states + gl.program_id(0).to(gl.int64) * (ROWS * D)
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
-        it = load_item(call, n, TILE)
+        it = softmax.load_item(call, n, TILE)
         hopper.store_queries(room.q, call, it, 0)
         hopper.store_queries(room.q_rest, call, it, D)
         r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-        seen = seen_by(call, it, r)
+        seen = softmax.seen_by(call, it, r)
         M, L, A = attend_item(call, it, seen, room, state, g)
         g += gl.maximum(it.end - it.begin, 0)
         hopper.deliver(call, it, M, L, A, r, 4)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=softmax.NUMBERS)
 def latent_kernel(
     q, k_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters, states,
     c, v_scale, heads, kv_heads, window, causal, work, q_row8, q_head8, count0, len0, len1,
@@ -137,7 +135,7 @@ def latent_kernel(
     rest = rest_pages._reinterpret(dtype, [2, TILE, REST], hopper.WIDE)
     nv.fence_async_shared()
     room = Room(q_room, rest_room, w_room, ring, rest)
-    call = Call(
+    call = softmax.Call(
         q, q_row8, q_head8, items, positions, page_ids, heads, kv_heads, window, causal, c, v_scale,
         sinks2, count0, len0, len1, out, lse, part_ml, part_acc, counters,
     )  # fmt: skip

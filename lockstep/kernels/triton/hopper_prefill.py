@@ -10,13 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as nv
 
-from lockstep.kernels.triton import hopper
-from lockstep.kernels.triton.parts import NUMBERS, load_item, split_begin
-from lockstep.kernels.triton.softmax import add_up, beside, finish, fold, log2_units, weigh
+from lockstep.kernels.triton import hopper, softmax
 
 # shared memory: queries, rings, whose turn it is, and the states of folds, where outputs are staged
 Room = namedtuple("Room", "q q_full q_empty k_ring v_ring turns blanked state staged")
-# what it takes (`parts.Call`); `group` is query heads of a kv head
+# what it takes (`softmax.Call`); `group` is query heads of a kv head
 Call = namedtuple("Call", "items page_ids heads group c v_scale sinks2 count0 len0 len1 out lse")
 
 
@@ -40,7 +38,7 @@ def producer(call, work, room, q_desc, k_desc, v_desc):
     nth = 0
     while piece(nth) < work:
         w = piece(nth)
-        it = load_item(call, w // call.heads, TILE)
+        it = softmax.load_item(call, w // call.heads, TILE)
         head = w % call.heads
         pages = hopper.Pages(call.page_ids, it.entry, 0, (it.hi + PAGE - 1) // PAGE - 1)
         col = (head // call.group) * D
@@ -93,12 +91,12 @@ def step(
     if FRESH:
         m = gl.full_like(m, float("-inf"))
         l = gl.zeros_like(l)
-    w, alpha, m = weigh(s, m, c, MASK)
-    l = add_up(l, alpha, w)
+    w, alpha, m = softmax.weigh(s, m, c, MASK)
+    l = softmax.add_up(l, alpha, w)
     o, p = nv.warpgroup_mma_wait(0, deps=[o_token, p])
     hopper.release(room.v_ring, i - 1)
     if not FRESH:
-        o = o * beside(alpha, o)[:, None]
+        o = o * softmax.beside(alpha, o)[:, None]
     return o, gl.convert_layout(w.to(p.dtype), p.type.layout), m, l
 
 
@@ -135,27 +133,27 @@ def attend_item(call, it, room, g, nth, tiles, full, pos, WG: gl.constexpr):
     nv.mbarrier.arrive(room.turns.index(1 - WG))
     s = nv.warpgroup_mma_wait(0, deps=[s])
     hopper.release(room.k_ring, g)
-    w, alpha, m = weigh(causal(s, 0, pos), M, call.c, True)
-    l = add_up(L, alpha, w)
+    w, alpha, m = softmax.weigh(causal(s, 0, pos), M, call.c, True)
+    l = softmax.add_up(L, alpha, w)
     p = gl.convert_layout(w.to(room.q.dtype), P)
     o = gl.zeros([64, D], gl.float32, layout=OUT)
     begin = 0
     split = 0
     while begin < tiles:
-        end = gl.minimum(split_begin(split + 1, call) // TILE, tiles)
+        end = gl.minimum(softmax.split_begin(split + 1, call) // TILE, tiles)
         plain = gl.minimum(end, full)
         for tile in range(begin + 1, plain):
             o, p, m, l = step(room, o, p, m, l, call.c, g + tile, tile, pos, False, False, WG)
         for tile in range(gl.maximum(begin + 1, plain), end):
             o, p, m, l = step(room, o, p, m, l, call.c, g + tile, tile, pos, False, True, WG)
-        before_m = log2_units(m, call.c)
+        before_m = softmax.log2_units(m, call.c)
         before_l = l
         if end < tiles:
             o, p, m, l = step(room, o, p, m, l, call.c, g + end, end, pos, True, True, WG)
         else:
             o = last_values(room, o, p, g + end - 1, nth, tiles, it.hi, WG)
         if begin > 0:
-            M, L, o = fold(M, L, room.state.index(WG).load(OUT), before_m, before_l, o)
+            M, L, o = softmax.fold(M, L, room.state.index(WG).load(OUT), before_m, before_l, o)
         else:
             M = before_m
             L = before_l
@@ -170,7 +168,7 @@ def attend_item(call, it, room, g, nth, tiles, full, pos, WG: gl.constexpr):
 @gluon.jit
 def write_rows(call, staged, row, end, head, sink2, M, L, o):
     """Sink, division, scale, one rounding, store."""
-    y, ln = finish(M, L, o, sink2, call.v_scale)
+    y, ln = softmax.finish(M, L, o, sink2, call.v_scale)
     staged.store(y.to(staged.dtype))
     D: gl.constexpr = staged.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -193,7 +191,7 @@ def consumer(call, work, room, WG: gl.constexpr):
     nth = 0
     while piece(nth) < work:
         w = piece(nth)
-        it = load_item(call, w // call.heads, TILE)
+        it = softmax.load_item(call, w // call.heads, TILE)
         head = w % call.heads
         sink2 = gl.load(call.sinks2 + head)
         pos0 = it.hi - (it.row_end - it.row_begin) + WG * 64
@@ -208,7 +206,7 @@ def consumer(call, work, room, WG: gl.constexpr):
         write_rows(call, staged, row, it.row_end, head, sink2, M, L, o)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=softmax.NUMBERS)
 def prefill_kernel(
     q_desc, k_desc, v_desc, out, lse, sinks2, items, page_ids, c, v_scale, heads, group, work,
     count0, len0, len1,
