@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_what_is_switched_on_in_a_trace_is_half_of_them_each_independently():
     assert set(drawn) == set(names)
     expected = 800 / len(names)
     assert all(0.6 * expected < n < 1.5 * expected for n in drawn.values()), drawn
+    assert 360 < sum(fuzz.draw(seed).adaptive for seed in range(800)) < 440
 
 
 def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
@@ -103,6 +105,17 @@ def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
         assert (sizes is None) == (not {"padding", "buckets"} & set(trace.switches))
         if sizes is not None:
             assert len(sizes) == 1 or "buckets" in trace.switches
+
+
+def test_how_deep_a_trace_guesses_follows_from_its_number_and_no_clock():
+    trace = next(trace for trace in map(fuzz.draw, range(40)) if trace.adaptive)
+    first, again = (fuzz.run(trace, fuzz.rig()) for _ in range(2))
+    assert first == again and first[0] == [] and first[1]["adaptive_traces"] == 1
+    _, fixed = fuzz.run(replace(trace, adaptive=False), fuzz.rig())
+    guesses = [
+        counts["accepted_drafts"] + counts["rejected_drafts"] for counts in (first[1], fixed)
+    ]
+    assert 0 < guesses[0] < guesses[1], guesses
 
 
 def test_a_failing_trace_is_shrunk_to_what_fails(monkeypatch: pytest.MonkeyPatch):

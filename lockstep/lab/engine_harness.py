@@ -144,13 +144,18 @@ class EngineHarness(Judgement):
             given.pop("graphs", None)
         return self.engine_of(EngineConfig.from_names(given), overlap)
 
-    def engine_of(self, config: EngineConfig, overlap: bool = False) -> InstrumentedEngine:
-        """A fresh engine of this configuration; with `overlap` it settles steps one step late."""
+    def engine_of(
+        self, config: EngineConfig, overlap: bool = False, adaptive: bool = False
+    ) -> InstrumentedEngine:
+        """A fresh engine of this configuration; with `overlap` it settles steps one step late. An
+        `adaptive` draft is as deep as it pays: it does depend on what was right before."""
         config = replace(config, device=self.device.name, dtype=self.device.dtype)
         made = InstrumentedEngine(config, self.parts, overlap)
         made.runner.checks = self.options.checks
         made.watchers = self.watchers
-        if made.speculation is not None:
+        if made.speculation is not None and adaptive:
+            made.speculation.adaptive = True
+        elif made.speculation is not None:
             way = (config.speculative_algorithm, config.speculative_eagle_topk)
             known = self.drafted.setdefault(way, {})
             made.speculation.draft = Recorder(made.speculation.draft, known)

@@ -2,7 +2,8 @@
 log-probabilities, bit for bit.
 
 A trace is a hostile configuration of one tiny model and a list of arrivals and aborts: a function
-of its number. What is switched on in it is drawn apart, so that old numbers keep their arrivals.
+of its number. What is switched on in it is drawn apart, so that old numbers keep their arrivals,
+and so are the seconds by which half of the traces choose how deep to guess.
 Requests come from a fixed menu, so that each is recomputed once per process. `lockstep lab fuzz`
 runs many, tests run some.
 """
@@ -13,6 +14,9 @@ from argparse import Namespace
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import accumulate, count
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
@@ -46,6 +50,7 @@ class Trace:
     config: EngineConfig
     orders: tuple[Order, ...]  # by step; its seed is an order's number on the menu
     switches: tuple[str, ...]
+    adaptive: bool  # drafts are as deep as it pays, by a clock that is drawn
 
 
 @lru_cache(maxsize=1)
@@ -96,7 +101,7 @@ def draw(seed: int) -> Trace:
         if rng.random() < 0.15:
             orders[i] = replace(orders[i], abort=order.at + rng.randint(0, 20))
     config = replace(config, **coin.choice(DRAFTS))
-    return Trace(switched(config, on), tuple(orders), on)
+    return Trace(switched(config, on), tuple(orders), on, adaptive=coin.random() < 0.5)
 
 
 def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
@@ -125,9 +130,12 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
     late, config = "late settling" in trace.switches, trace.config
     if mine.device != CPU and len(config.bucket_sizes or ()) > RECORDED:
         config = replace(config, graphs=False)
-    mine.play("trace", mine.engine_of(config, late), trace.orders)
+    rng = random.Random(5)
+    clock = partial(next, accumulate(rng.expovariate(1.0) for _ in count()))
+    with patch("lockstep.spec.speculation.time", SimpleNamespace(perf_counter=clock)):
+        mine.play("trace", mine.engine_of(config, late, trace.adaptive), trace.orders)
     mine.note("value", mine.values.verdict().faults)
-    happened = Counter(traces=1) + mine.counters
+    happened = Counter(traces=1, adaptive_traces=trace.adaptive) + mine.counters
     happened[f"with {' + '.join(trace.switches) or 'nothing switched on'}"] += 1
     return mine.in_words(), happened
 
