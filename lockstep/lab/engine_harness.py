@@ -31,8 +31,6 @@ from lockstep.llm.output import Chunk
 from lockstep.llm.rows import Launched
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE
-from lockstep.run.runner import StepOutput
-from lockstep.sample.sampler import Settings
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import PlanError, RuleError
 
@@ -74,20 +72,16 @@ class InstrumentedEngine(Engine):
             self.step()
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
+        if step.kind.name == GENERATE:
+            self._note(step)
         plan = super()._plan(step)
         self.seen["pad_rows"] += self.runner.padded(plan).bucket.tokens - plan.real.tokens
         return plan
 
-    def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
-        if step.kind.name == GENERATE:
-            self._note(step)
-        out = super()._run(step, settings)
-        self.seen["replays"] = self.runner.replays().total()
-        return out
-
     def _result(self, launched: Launched) -> Any:
         ended = (each.finish is not None for each in launched.rows.completions)
         self.seen["unseen_rows"] += sum(ended)
+        self.seen["replays"] = self.runner.replays().total()
         result, accepted = super()._result(launched)
         for row, owner in launched.rows.drafts:
             drafted = launched.step.batch.new_lens[owner] - 1

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -21,15 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep import __version__, order
 from lockstep.attention.base import Backend
-from lockstep.attention.select import select
+from lockstep.attention.select import BACKENDS, select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
 from lockstep.kernels.operation import TRANSPARENT
+from lockstep.kernels.select import DEVICES
 from lockstep.kv.pages import PagePool
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing
-from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, elements, params_for, token_ids
@@ -47,7 +49,7 @@ from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds
 from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
-from lockstep.sample.sampler import Logprobs, RowBatch, Settings
+from lockstep.sample.sampler import Logprobs, RowBatch
 from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
@@ -71,6 +73,31 @@ class Parts:
     certificate: Certificate
     # how its draft model is loaded; None: by the file that is named like the algorithm
     draft: Callable[[DraftSetup], DraftModel] | None = None
+
+    def fingerprint(self, kv_dtype: str) -> str:
+        """What computes an answer, `name=value` separated by semicolons. With order = canonical
+        equal ones promise equal bits: everything that may change a bit has its place here."""
+        ops, info = self.model.ops, self.info
+        packages = ["torch", "numba", "llvmlite"]
+        if ops.device.type == "cuda":
+            packages.append("triton")
+        fields = [
+            f"order={self.backend.caps.order}",
+            f"backend={BACKENDS.owned(self.attention.name)}",
+            f"gemm={ops.gemm_order.name}",  # the order of its sums
+            f"device={DEVICES.owned(info.device.name)}",
+            f"machine={ops.machine}",  # its class
+            f"sums={order.ORDER_NAMES[order.device_class(ops.machine)]}",  # that class's order
+            f"dtype={str(ops.dtype).removeprefix('torch.')}",  # of activations
+            f"lockstep={__version__}",
+            ",".join(f"{package}={version(package)}" for package in packages),
+            f"kv={kv_dtype}",
+            f"weights={info.weights}",  # the digest of the tensors
+            f"certificate={self.certificate.digest}",  # of layers' kinds and what they computed
+        ]
+        if info.rope_context is not None:  # what a dynamic rope was stretched for
+            fields.append(f"rope_context={info.rope_context}")
+        return ";".join(fields)
 
 
 def load(config: EngineConfig) -> Parts:
@@ -136,7 +163,7 @@ class Engine:
         self.speculation = drafts.speculation(config, draft, self.runner, self.info, say)
         self._num_pages = pages
         self.scheduler = self._new_scheduler()
-        self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
+        self.fingerprint = parts.fingerprint(config.kv_cache_dtype)
         self.generations: dict[str, Generation] = {}  # by the id of the request
         self._numbers = count()
         chosen = {"attention": parts.attention, "device": self.info.device, "gemm": ops.gemm_order}
@@ -150,7 +177,7 @@ class Engine:
         self._held = False  # who is in the step that was launched last waits until it is settled
         # a step that has happened, until its generations have it all, and who ends with it
         self._settled: StepResult | None = None
-        self._leaving: set[str] = set()
+        self._leaving: set[Generation] = set()
         if graphs and self.on_gpu and GENERATE in self.kinds:
             for kind, width, every, chain in drafts.launches(config, self.kinds[GENERATE], draft):
                 self.runner.capture(kind, say, width, every, chain)
@@ -306,20 +333,12 @@ class Engine:
             self._tidy()
             self._changing = True
             touched = self._settle(0) if self._held else []
-            self._held = False
-            if self.speculation is not None:
-                self.speculation.propose(self.scheduler, self._params_of)
-            step, later = self.scheduler.schedule(), 0
+            step = self._schedule()
             if step is not None:
                 self.scheduler.advance(step)
-                later = int(self.overlap)
-                if later and self.speculation is not None:
-                    self._held = self.speculation.hold(step)
                 self._launched.append(self._launch(step))
-                if self.speculation is not None:
-                    self.speculation.launched(self.scheduler, step, self._launched[-1].hidden)
-            self._write()
-            touched += self._settle(later)
+                self._look_ahead(self._launched[-1])
+            touched += self._settle(int(self.overlap and step is not None))
             self._write()
             self._changing = False
         return self._publish(touched)
@@ -338,6 +357,12 @@ class Engine:
 
     # -- one step
 
+    def _schedule(self) -> ScheduledStep | None:
+        """The next step, and drafts for it."""
+        if self.speculation is not None:
+            self.speculation.propose(self.scheduler, self._params_of)
+        return self.scheduler.schedule()
+
     def _launch(self, step: ScheduledStep) -> Launched:
         """A step, and what is sampled of it, on its way. The launch samples too, where it samples
         all that it emits, of logits as they are."""
@@ -347,7 +372,8 @@ class Engine:
         batch = self._row_batch(step, rows)
         fused = step.kind.name == GENERATE and bool(rows.completions)
         fused = fused and not rows.scored and not sampler.changes(batch)
-        out = self._run(step, sampler.settings(batch, self.info.vocab_size) if fused else None)
+        settings = sampler.settings(batch, self.info.vocab_size) if fused else None
+        out = self.runner.run(self._plan(step), step.ids, step.kind, settings)
         launched = self._sample(step, rows, batch, out)
         if (least := int(step.ids.min(initial=0))) < -GUESSES:
             launched = replace(launched, guesses=self.runner.sampled[GUESSES:-least].clone())
@@ -355,12 +381,14 @@ class Engine:
             self.runner.keep(launched.first_ids(launched.chosen))
         return launched.fetched() if self.on_gpu else launched
 
-    def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
-        """Launches a step. A negative id, -1 - k, is sample k of the step before."""
-        return self.runner.run(self._plan(step), step.ids, step.kind, settings)
-
     def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.work)
+
+    def _look_ahead(self, launched: Launched) -> None:
+        """Who is to have a draft next is held, and the draft may begin with it."""
+        if self.speculation is not None:
+            self._held = self.overlap and self.speculation.hold(launched.step)
+            self.speculation.launched(self.scheduler, launched.step, launched.hidden)
 
     def _sample(
         self, step: ScheduledStep, rows: SampledRows, batch: RowBatch, out: StepOutput
@@ -376,13 +404,9 @@ class Engine:
         hidden = None
         if out.layers and any(request.spec.draft for request in step.batch.requests):
             hidden = torch.cat(out.layers, -1)
-        scored = [
-            update
-            for i, begin in rows.scored
-            for update in self._scored(rows.generations[i], step.piece(i), logits[begin:])
-        ]
+        launched = Launched(step, rows, scored=self._scored(step, rows, logits), hidden=hidden)
         if not rows.completions:
-            return Launched(step, rows, scored=tuple(scored), hidden=hidden)
+            return launched
         if out.sampled is None:
             emits = rows.draws.emits
             wanted = logits if len(emits) == len(logits) else logits[list(emits)]
@@ -393,14 +417,9 @@ class Engine:
                 tokens, states = tokens.clone(), states.clone()
             chosen = sampler.described(ops, logits, rows.draws.how, tokens, states)
         begins = batch.positions - batch.how.prompt_lens
-        return Launched(
-            step=step,
-            rows=rows,
-            begins=tuple((begins[list(rows.firsts)] if rows.drafts else begins).tolist()),
-            chosen=chosen,
-            scored=tuple(scored),
-            hidden=hidden,
-        )
+        if rows.drafts:
+            begins = begins[list(rows.firsts)]
+        return replace(launched, begins=tuple(begins.tolist()), chosen=chosen)
 
     def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:
         draws = rows.draws
@@ -414,14 +433,18 @@ class Engine:
             history[row] = np.array([*before, *nodes], np.int32)
         return RowBatch(draws.how, positions, history)
 
-    def _scored(self, generation: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
-        """Log-probabilities of tokens that were given; `logits` begin with those of the piece."""
-        rows = piece.rows
-        count = len(rows.emit) - rows.samples
-        updates = self._score(generation, piece, logits[:count]) if count else []
-        if rows.samples and rows.request.spec.items:
-            updates += self._first_of_items(generation, logits[count])
-        return updates
+    def _scored(
+        self, step: ScheduledStep, rows: SampledRows, logits: Tensor
+    ) -> tuple[ScoreUpdate, ...]:
+        """Log-probabilities of tokens that were given."""
+        updates: list[ScoreUpdate] = []
+        for i, begin in rows.scored:
+            generation, piece = rows.generations[i], step.piece(i)
+            end = begin + len(piece.rows.emit) - piece.rows.samples
+            updates += self._score(generation, piece, logits[begin:end])
+            if piece.rows.samples and piece.request.spec.items:
+                updates += self._first_of_items(generation, logits[end])
+        return tuple(updates)
 
     def _score(self, generation: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
         """The row at position p tells of token p+1: of the prompt, or given behind it."""
@@ -471,20 +494,20 @@ class Engine:
                 self.speculation.settled(launched.step, accepted, launched.hidden)
             owners = [(self._generation(request), request) for request in ended]
             endings = [Ending(g.completions[r.index], r.finish or "stop") for g, r in owners]
-            self._leaving = {request.spec.request_id for request in ended}
+            self._leaving = {generation for generation, _ in owners}
             self._settled = replace(result, endings=(*result.endings, *endings))
         return touched
 
     def _write(self) -> None:
-        """What the last settled step has brought, if that is still to be done."""
+        """What the last settled step has brought, if that is still to be done; it may be left
+        anywhere and begun again."""
         if self._settled is None:
             return
         self._settled.write()
-        self._settled.end()
-        for request_id in self._leaving:
-            if self.generations[request_id].done:
-                del self.generations[request_id]
-        self._settled = None
+        for generation in self._leaving:
+            if generation.done:
+                self.generations.pop(generation.request.spec.request_id, None)
+        self._settled, self._leaving = None, set()
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
         """What generations get, and what the scheduler is told of every row. Nobody sees the rows
@@ -537,9 +560,7 @@ class Engine:
         """Pages, tree and queue anew, from the generations: all as if they had been preempted. The
         cache is forgotten, and so is what was launched and not settled. Changes nothing that it
         reads before `_changing` is unset, so it can be left anywhere and begun again."""
-        if self._settled is not None:
-            self._settled.write()
-            self._settled.end()
+        self._write()
         for generation in self._abandoned():
             generation.end("abort")
         generations = {name: each for name, each in self.generations.items() if not each.done}
@@ -547,8 +568,7 @@ class Engine:
         for generation in generations.values():
             scheduler.resume(generation.resumed())
         scheduler.counters.update(self.scheduler.counters, recovered=1)
-        self.generations, self.scheduler = generations, scheduler
-        self._settled, self._launched = None, []
+        self.generations, self.scheduler, self._launched = generations, scheduler, []
         self._changing = False
 
     def _buckets(self, captured: bool, most_pages: int) -> Buckets | None:

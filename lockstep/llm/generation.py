@@ -324,7 +324,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a settled step has brought. `write`, then `end`; both may be left and begun again."""
+    """What a settled step has brought. `write` may be left anywhere and begun again."""
 
     tokens: TokenUpdates | None = None
     scores: tuple[ScoreUpdate, ...] = ()
@@ -338,8 +338,5 @@ class StepResult:
             self.tokens.write()
         for generation, embedding in self.embeddings:
             generation.embedding = embedding
-
-    def end(self) -> None:
-        """The completions that end. The first reason counts."""
-        for completion, reason, error in self.endings:
+        for completion, reason, error in self.endings:  # the first reason counts
             completion.end(reason, error)
