@@ -8,7 +8,7 @@ import torch
 from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.layers import WeightSource
-from lockstep.nn.mlp import ClampedGlu, ExpertWeights, MlpSpec, MoeSpec
+from lockstep.nn.mlp import ClampedGlu, Experts, MlpSpec, MoeSpec
 from lockstep.ops import Routing
 
 
@@ -32,11 +32,11 @@ def describe(config: Config) -> DecoderSpec:
 class Stacked:
     """All experts of a layer, from tensors of [experts, in, out]."""
 
-    def __call__(self, w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
+    def __call__(self, w: WeightSource, n: int, expert: MlpSpec) -> Experts:
         hidden, inner = expert.hidden, expert.inner
         up = w.tensor("gate_up_proj", n, hidden, 2 * inner)
         up_bias = w.tensor("gate_up_proj_bias", n, 2 * inner)
         down = w.tensor("down_proj", n, inner, hidden)
         down_bias = w.tensor("down_proj_bias", n, hidden)
         up, up_bias = (torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias))
-        return ExpertWeights(up.transpose(1, 2), down.transpose(1, 2), up_bias, down_bias)
+        return (up.transpose(1, 2), up_bias), (down.transpose(1, 2), down_bias)

@@ -170,20 +170,18 @@ class LatentSpec:
     def build(self, w: WeightSource, index: int) -> "Latent":
         d_q = self.heads * (self.d_nope + self.d_rope)
         if self.q_rank is None:
-            q_down, q_norm, q_up = None, None, w.linear("q_proj", d_q, self.hidden)
+            queries: tuple[Linear | RMSNorm, ...] = (w.linear("q_proj", d_q, self.hidden),)
         else:
-            q_down = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
-            q_norm = self.norm.build(w, "q_a_layernorm", self.q_rank)
-            q_up = w.linear("q_b_proj", d_q, self.q_rank)
+            low = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
+            norm = self.norm.build(w, "q_a_layernorm", self.q_rank)
+            queries = (low, norm, w.linear("q_b_proj", d_q, self.q_rank))
         kv = w.tensor("kv_b_proj.weight", self.heads * (self.d_nope + self.d_v), self.rank)
         per_head = kv.view(self.heads, self.d_nope + self.d_v, self.rank)
         compress = w.linear("kv_a_proj_with_mqa", self.rank + self.d_rope, self.hidden, self.bias)
         return Latent(
             index=index,
             spec=self,
-            q_down=q_down,
-            q_norm=q_norm,
-            q_up=q_up,
+            queries=queries,
             compress=compress,
             norm=self.norm.build(w, "kv_a_layernorm", self.rank),
             absorb=w.pack(per_head[:, : self.d_nope].transpose(1, 2)),
@@ -199,9 +197,7 @@ class Latent:
 
     index: int
     spec: LatentSpec
-    q_down: Linear | None  # queries come straight from the row, or through a low rank and its norm
-    q_norm: RMSNorm | None
-    q_up: Linear
+    queries: tuple[Linear | RMSNorm, ...]  # one projection, or two with a low rank and its norm
     compress: Linear
     norm: RMSNorm
     absorb: Packed
@@ -211,8 +207,10 @@ class Latent:
 
     def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
         s, ops, rotation = self.spec, self.ops, cos_sin[self.spec.rope]
-        low = self.q_norm(self.q_down(x)) if self.q_down and self.q_norm else x
-        q = self.q_up(low).view(len(x), s.heads, s.d_nope + s.d_rope)
+        q = x
+        for layer in self.queries:
+            q = layer(q)
+        q = q.view(len(x), s.heads, s.d_nope + s.d_rope)
         absorbed = ops.batched_linear(q[..., : s.d_nope], self.absorb)
         rotated = ops.rope(q[..., s.d_nope :], rotation, s.rope.interleaved)
         latent, shared = self.compress(x).split_with_sizes([s.rank, s.d_rope], -1)

@@ -75,17 +75,9 @@ class MlpSpec:
         return Mlp(up, down, partial(w.ops.act_and_mul, act=activation(self.act)))
 
 
-class ExpertWeights(NamedTuple):
-    """All experts of a layer: up [e, 2 inner, hidden], gate first; down [e, hidden, inner]; biases
-    [e, 2 inner] and [e, hidden], or none."""
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-
-Load = Callable[[WeightSource, int, MlpSpec], ExpertWeights]
+# all experts of a layer: up [e, 2 inner, hidden], gate first, and down [e, hidden, inner]
+Experts = tuple[Affine, Affine]
+Load = Callable[[WeightSource, int, MlpSpec], Experts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +120,7 @@ class MoeSpec:
         weight, bias = w.affine({self.router: n}, expert.hidden, self.router_bias)
         name = f"{self.router}.e_score_correction_bias"
         correction = w.tensor(name, n) if self.correction else None
-        loaded = (self.load or one_by_one)(w.at("experts"), n, expert)
+        up, down = (self.load or one_by_one)(w.at("experts"), n, expert)
         shared = self.shared.build(w.at("shared_experts")) if self.shared else None
         if self.gate is None:
             act = partial(w.ops.act_and_mul, act=activation(expert.act))
@@ -138,18 +130,18 @@ class MoeSpec:
             router=Linear(w.pack(weight, bias, torch.float32), w.ops),
             correction=correction,
             routing=self.routing,
-            up=w.pack(loaded.up, loaded.up_bias),
-            down=w.pack(loaded.down, loaded.down_bias),
+            up=w.pack(*up),
+            down=w.pack(*down),
             act=act,
             shared=shared,
             ops=w.ops,
         )
 
 
-def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
+def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> Experts:
     """Experts that lie in the files as layers of their own, without biases."""
     ups, downs = [], []
     for part in map(w.at, range(n)):
         downs.append(part.tensor("down_proj.weight", expert.hidden, expert.inner))
         ups.append(expert.gate_up(part)[0])
-    return ExpertWeights(stack(ups), stack(downs))
+    return (stack(ups), None), (stack(downs), None)
