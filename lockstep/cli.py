@@ -20,6 +20,7 @@ from lockstep.types import RuleError, did_you_mean
 
 Command = Callable[[argparse.Namespace], int]
 Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
+PRINT_HELP = "lockstep.cli:print_help"  # of a command that wants another word behind it
 CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
 EXAMPLES = """
 lockstep generate "def fib(n):"                    the built-in model continues your text
@@ -68,7 +69,7 @@ def make_parser() -> Parser:
         examples=EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    parser.set_defaults(call="", parser=parser)
+    parser.set_defaults(call=PRINT_HELP, parser=parser)
     commands = parser.commands()
     for package in ("llm", "lab", "bench", "kernels"):
         add_commands(commands, f"lockstep.{package}")
@@ -77,15 +78,12 @@ def make_parser() -> Parser:
 
 def function(args: argparse.Namespace) -> Command:
     """What the parsed command calls, imported now."""
-    if not args.call:
-        return print_help
     module, _, name = args.call.partition(":")
     found: Command = getattr(import_module(module), name)
     return found
 
 
 def print_help(args: argparse.Namespace) -> int:
-    """A command that wants another word behind it."""
     args.parser.print_help(sys.stderr)
     return 2
 
@@ -97,11 +95,11 @@ def add_commands(commands: Commands, package: str) -> None:
     shared, places = table.pop("options", {}), {"": commands}
     for name, entry in table.items():
         group, _, word = name.rpartition(" ")
-        call, examples, text = entry.pop("call", ""), entry.pop("examples", ""), entry["help"]
+        examples, text = entry.pop("examples", ""), entry["help"]
         texts = {"help": text, "description": f"{text[0].upper()}{text[1:]}.", "examples": examples}
         parser = places[group].add_parser(word, prog=f"lockstep {name}", **texts)
-        parser.set_defaults(call=call, parser=parser)
-        if not call:  # it prints its help
+        parser.set_defaults(call=entry.get("call", PRINT_HELP), parser=parser)
+        if "call" not in entry:
             places[name] = parser.commands()
         own = {key: words for key, words in entry.items() if isinstance(words, dict)}
         groups = own.pop("groups", {})
@@ -201,14 +199,15 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 def with_revert(call: Command, args: argparse.Namespace) -> int:
     """Runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
-    if not os.environ.get("LOCKSTEP_REVERT"):
+    name = os.environ.get("LOCKSTEP_REVERT")
+    if not name:
         return call(args)
     from lockstep.lab import reverts
 
-    with reverts.from_environment() as revert:
-        if revert is not None:
-            name = f"lockstep: {reverts.VARIABLE}={revert.name}: {revert.target} is the old one"
-            print(f"{name}: {revert.title}", file=sys.stderr, flush=True)
+    revert = reverts.load(name)
+    told = f"lockstep: {reverts.VARIABLE}={name}: {revert.target} is the old one: {revert.title}"
+    print(told, file=sys.stderr, flush=True)
+    with reverts.swapped(revert):
         return call(args)
 
 

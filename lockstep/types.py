@@ -150,7 +150,20 @@ class GroupSpec:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        self._check_shape()
+        sizes = (self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size, len(self.layers))
+        if min(sizes) < 1:
+            rule = "heads, kv_heads, head sizes, page_size and layers are at least 1"
+            raise RuleError(rule, repr(self), "Check the model's config")
+        if self.heads % self.kv_heads:
+            rule = "heads is a multiple of kv_heads"
+            raise RuleError(rule, f"{self.heads} and {self.kv_heads}", "Check the model's config")
+        if self.kv_dtype not in KV_FORMATS:
+            rule = f"kv_dtype is one of {', '.join(KV_FORMATS)}"
+            raise RuleError(rule, repr(self.kv_dtype), "Pick one of these")
+        for attn in self.layers:
+            if attn.sinks is not None and len(attn.sinks) != self.heads:
+                got = f"{len(attn.sinks)} sinks, {self.heads} heads"
+                raise RuleError("sinks hold one logit per query head", got, "Check the weights")
         if self.window is not None and not 1 <= self.window <= INT32_MAX:
             rule = "window counts the keys a row sees, itself included, so it is at least 1"
             raise RuleError(rule, repr(self.window), "Use None for no window")
@@ -174,22 +187,6 @@ class GroupSpec:
         if self.layout is Layout.FRESH and (scaled or self.kv_dtype != "float32"):
             got = f"kv_dtype={self.kv_dtype} or a K/V scale"
             raise RuleError("a fresh group stores nothing", got, "Use float32 and scales of 1")
-
-    def _check_shape(self) -> None:
-        sizes = (self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size, len(self.layers))
-        if min(sizes) < 1:
-            rule = "heads, kv_heads, head sizes, page_size and layers are at least 1"
-            raise RuleError(rule, repr(self), "Check the model's config")
-        if self.heads % self.kv_heads:
-            rule = "heads is a multiple of kv_heads"
-            raise RuleError(rule, f"{self.heads} and {self.kv_heads}", "Check the model's config")
-        if self.kv_dtype not in KV_FORMATS:
-            rule = f"kv_dtype is one of {', '.join(KV_FORMATS)}"
-            raise RuleError(rule, repr(self.kv_dtype), "Pick one of these")
-        for attn in self.layers:
-            if attn.sinks is not None and len(attn.sinks) != self.heads:
-                got = f"{len(attn.sinks)} sinks, {self.heads} heads"
-                raise RuleError("sinks hold one logit per query head", got, "Check the weights")
 
     @property
     def group_size(self) -> int:

@@ -130,7 +130,7 @@ def saved(folder: Path) -> Tokenizer:
 
 def test_a_saved_tokenizer_is_the_same(tmp_path: Path):
     tokenizer = saved(tmp_path)
-    assert tokenizer.vocab_size == byte_level().vocab_size > 256
+    assert tokenizer.library.get_vocab() == byte_level().library.get_vocab()
     assert tokenizer.encode("the end") == byte_level().encode("the end")
 
 
@@ -212,7 +212,8 @@ def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObjec
     token."""
     tokenizer = make()
     some = st.one_of(
-        st.integers(0, tokenizer.vocab_size + 2), st.sampled_from(literal(tokenizer, "😀你é the"))
+        st.integers(0, max(tokenizer.library.get_vocab().values()) + 3),
+        st.sampled_from(literal(tokenizer, "😀你é the")),
     )
     ids = data.draw(st.lists(some, max_size=25))
     assert "".join(grown(Detok(tokenizer), ids)) == tokenizer.decode(ids)

@@ -113,10 +113,8 @@ class LLM:
     ) -> Generator[Chunk, None, None]:
         """A step only when there is no news: others may have computed it."""
         try:
-            (wish,) = prompt_forms.params_for(params, 1)
-            generation = self.engine.add(
-                self._ids(prompt_forms.single(prompt)), wish, priority=priority, caller=caller
-            )
+            ids = self._ids(prompt_forms.single(prompt))
+            generation = self.engine.add(ids, params, priority=priority, caller=caller)
             done = False
             while not done:
                 chunks, done = self.engine.news(generation)
@@ -138,8 +136,9 @@ class LLM:
             while unfinished:
                 self.engine.step()
                 left = sum(not generation.done for generation in generations)
-                for _ in range(unfinished - left if on_done is not None else 0):
-                    on_done()  # type: ignore[misc]
+                if on_done is not None:
+                    for _ in range(unfinished - left):
+                        on_done()
                 unfinished = left
             return generations
         finally:

@@ -63,18 +63,18 @@ class CompletionState:
         """The tokens as a step's, and where the text ends with one of them. No token is changed;
         where stop strings are looked for, the text goes `ahead`."""
         if not self.searched:
-            if self.end_ids.isdisjoint(token_ids):
-                return Accepted(token_ids)
-            ends = [token_id in self.end_ids for token_id in token_ids]
-            return Accepted(token_ids, ends.index(True) + 1)
+            ends = (n for n, token_id in enumerate(token_ids, 1) if token_id in self.end_ids)
+            return Accepted(token_ids, next(ends, None))
         stream, self.ahead, self._pushed = self._synced(), [], -1
-        stopped = False
-        while not stopped and len(self.ahead) < len(token_ids):
-            count = len(self.pieces) + len(self.ahead) + 1
-            text, stopped = self._push(stream, token_ids[len(self.ahead)], count)
+        stop_len, before = None, len(self.pieces)
+        for count, token_id in enumerate(token_ids, 1):
+            text, stopped = self._push(stream, token_id, before + count)
             self.ahead.append(text)
-        self._pushed = len(self.pieces) + len(self.ahead)
-        return Accepted(token_ids, len(self.ahead) if stopped else None)
+            if stopped:
+                stop_len = count
+                break
+        self._pushed = before + len(self.ahead)
+        return Accepted(token_ids, stop_len)
 
     def end(self, reason: str, error: str = "") -> None:
         """Nothing more comes. `finish` is set last: who sees it sees every token."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.models import Config, Spec
 from lockstep.nn.attention import AttentionContext, Dense, DenseSpec
 from lockstep.nn.decoder import Model, PostBlock, PostStack
-from lockstep.nn.layers import Embedding, LayerNorm, WeightSource, layer_norm
+from lockstep.nn.layers import Embedding, WeightSource, layer_norm
 from lockstep.nn.mlp import MlpSpec
 from lockstep.types import Layout, RuleError
 
@@ -43,7 +43,7 @@ def describe(config: Config) -> Spec:
 
 
 def build(config: Config, weights: WeightSource) -> Bert:
-    d = config.hidden_size
+    d, eps = config.hidden_size, config.layer_norm_eps
     w = weights if weights.has("embeddings.word_embeddings.weight") else weights.at("bert")
     weights.skip(r"cls\..*")
     w.skip(r"(pooler\..*|embeddings\.position_ids)")
@@ -58,18 +58,15 @@ def build(config: Config, weights: WeightSource) -> Bert:
         head=None,
         max_position=length,
         words=Embedding(words + segment, w.ops),
-        encoder=PostStack(positions, norm(table.at("LayerNorm"), config), blocks),
+        encoder=PostStack(positions, layer_norm(table.at("LayerNorm"), d, eps), blocks),
     )
 
 
 def block(config: Config, w: WeightSource, index: int) -> PostBlock:
-    attention = DenseSpec.plain(config.hidden_size, config.num_attention_heads)
+    d, eps = config.hidden_size, config.layer_norm_eps
+    attention = DenseSpec.plain(d, config.num_attention_heads)
     attn = replace(attention.build(w.at("attention"), index, NAMES), layout=Layout.FRESH)
-    spec = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)
+    spec = MlpSpec(d, config.intermediate_size, config.hidden_act, bias=True)
     mlp = spec.ungated(w, "intermediate.dense", "output.dense")
-    attn_norm = norm(w.at("attention.output.LayerNorm"), config)
-    return PostBlock(attn, attn_norm, mlp, norm(w.at("output.LayerNorm"), config))
-
-
-def norm(w: WeightSource, config: Config) -> LayerNorm:
-    return layer_norm(w, config.hidden_size, config.layer_norm_eps)
+    attn_norm = layer_norm(w.at("attention.output.LayerNorm"), d, eps)
+    return PostBlock(attn, attn_norm, mlp, layer_norm(w.at("output.LayerNorm"), d, eps))

@@ -48,7 +48,13 @@ def make(params: Params, dim: int, max_position: int, interleaved: bool = False)
     if kind not in KINDS:
         rule = f"rope_type is one of {', '.join(KINDS)}"
         raise RuleError(rule, repr(kind), "Use a model with one of these")
-    _check_part(params, kind, dim)
+    part = params.get("partial_rotary_factor") or 1.0
+    if not (isinstance(part, int | float) and 0 < part <= 1):
+        rule = "partial_rotary_factor is a fraction of a head's columns"
+        raise RuleError(rule, repr(part), "Check config.json")
+    if kind != "default" and int(dim * part) != dim:  # a plain rope ignores it, as in transformers
+        rule = f"with rope_type {kind} all columns of a head turn, in transformers too"
+        raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")
     state = "complete and positive, for an even number of columns and finite frequencies"
     rule = f"rope_parameters of type {kind} are {state}"
     try:
@@ -62,17 +68,6 @@ def make(params: Params, dim: int, max_position: int, interleaved: bool = False)
         rule = f"angles are at most {LARGEST_ANGLE:.0f}"
         raise RuleError(rule, f"{max(values):g} a position, {dict(params)}", "Check config.json")
     return Rope(values, float(factor), interleaved)
-
-
-def _check_part(params: Params, kind: str, dim: int) -> None:
-    """No model type here turns a part of a head; as in transformers, a plain rope ignores it."""
-    part = params.get("partial_rotary_factor") or 1.0
-    if not (isinstance(part, int | float) and 0 < part <= 1):
-        rule = "partial_rotary_factor is a fraction of a head's columns"
-        raise RuleError(rule, repr(part), "Check config.json")
-    if kind != "default" and int(dim * part) != dim:
-        rule = f"with rope_type {kind} all columns of a head turn, in transformers too"
-        raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")
 
 
 def for_context(params: Params, max_position: int, context_length: int | None) -> dict[str, Any]:

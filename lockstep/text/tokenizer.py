@@ -13,16 +13,16 @@ from lockstep.folder import read_text
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-CONTINUATIONS = (0x80, 0xA0)  # one of the two may follow any beginning of a character in UTF-8
+# bytes 0x80 and 0xA0, one of which may follow any beginning of a character in UTF-8, as tokenizers
+# with a byte fallback write them, and byte-level ones: as letters
+CONTINUATIONS = (("<0x80>", "\u0122"), ("<0xA0>", "\u0142"))
 
 
 class Tokenizer:
-    """A tokenizer of the library, and the ids that growing text asks for. `vocab_size` is one more
-    than the largest id; a model may have more rows than that, as padding."""
+    """A tokenizer of the library, and the ids that growing text asks for."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
-        self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
@@ -75,12 +75,9 @@ class Tokenizer:
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
         """Tokens of one byte each, one of which may follow any unfinished character, where there
-        are such: <0x..> pieces, or letters (byte-level tokenizers write a byte that prints nothing
-        as a letter from U+0100 on; 0x7F is number 33 of these)."""
-        silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
-        ids = []
-        for value in CONTINUATIONS:
-            letter = chr(0x100 + 33 + silent.index(value)) if value in silent else chr(value)
-            piece = self.library.token_to_id(f"<0x{value:02X}>")
-            ids.append(self.library.token_to_id(letter) if piece is None else piece)
-        return tuple(i for i in ids if i is not None)
+        are such."""
+        ids: list[int] = []
+        for pieces in CONTINUATIONS:
+            known = [self.library.token_to_id(piece) for piece in pieces]
+            ids += [i for i in known if i is not None][:1]
+        return tuple(ids)
