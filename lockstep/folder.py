@@ -1,5 +1,5 @@
 """A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a
-bounded size, JSON objects. `models.loader` and `text.tokenizer` read through it. No torch."""
+bounded size, JSON objects. `models.loader` and `text` read through it. No torch."""
 
 import json
 import math

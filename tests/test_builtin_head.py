@@ -31,7 +31,7 @@ from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.spec import eagle3
 from lockstep.spec.draft import DraftSetup
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text import Tokenizer
 from lockstep.types import Layout
 
 ROOT = Path(__file__).resolve().parent.parent

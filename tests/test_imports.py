@@ -174,7 +174,7 @@ def test_import_order():
         ("lockstep.kv.pool", "importlib.import_module('lockstep.kernels.cpu.attend')"),
         ("lockstep.kernels.cpu.attend", "from lockstep.attention.base import Caps"),
         ("lockstep.order", "from lockstep.plan import step"),
-        ("lockstep.text.detok", "from lockstep.plan.step import StepPlan"),
+        ("lockstep.text", "from lockstep.plan.step import StepPlan"),
         ("lockstep.sched.policy", "from lockstep.kv.pool import Pool"),
         ("lockstep.sched.policy", "from lockstep.kv import pool"),
         ("lockstep.sched.policy", "import lockstep.kv"),
@@ -207,10 +207,7 @@ def test_the_checker_objects(name: str, source: str):
             "from lockstep.kv import pages, tables\nfrom lockstep.kv.prefix import Prefix\nfrom "
             "lockstep.plan import step\nfrom lockstep.run.kind import StepKind",
         ),
-        (
-            "lockstep.llm",
-            "from lockstep.sched import scheduler\nfrom lockstep.text.detok import Detok",
-        ),
+        ("lockstep.llm", "from lockstep.sched import scheduler\nfrom lockstep.text import Detok"),
         (
             "lockstep.lab.cells",
             "from lockstep import LLM\nfrom lockstep.serve import app\nfrom lockstep.bench import "

@@ -21,7 +21,7 @@ from lockstep.llm.engine import Engine
 from lockstep.llm.generation import CompletionState
 from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
-from lockstep.text.detok import Stream
+from lockstep.text import Stream
 from lockstep.types import RuleError
 
 pytestmark = pytest.mark.filterwarnings(

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from lockstep.text.detok import REPLACEMENT, Detok, Stops, Stream
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text import REPLACEMENT, Detok, Stops, Stream, Tokenizer
 from lockstep.types import RuleError
 
 CORPUS = [

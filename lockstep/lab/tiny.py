@@ -25,7 +25,7 @@ from lockstep.llm.engine import Parts
 from lockstep.models.loader import STATED, Info, Loaded
 from lockstep.nn.layers import WeightSource
 from lockstep.run.certify import Certificate
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text import Tokenizer
 from lockstep.types import Choice
 
 EOS = 0

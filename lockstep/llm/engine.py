@@ -54,7 +54,7 @@ from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, Reques
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
 from lockstep.spec.draft import DraftModel, DraftSetup
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)

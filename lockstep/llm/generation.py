@@ -18,8 +18,7 @@ from lockstep.llm.output import NOT_SPECULATED, Chunk, Completion, Floats, Outpu
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Logprobs
 from lockstep.sched.request import Accepted, Request
-from lockstep.text.detok import Stream
-from lockstep.text.tokenizer import Tokenizer
+from lockstep.text import Stream, Tokenizer
 from lockstep.types import RuleError
 
 Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it

@@ -11,7 +11,7 @@ Mechanism:
 2. The first is decoded alone: bytes that are no character.
 3. So are the second and the third.
 Key functions:
-`text.detok.Detok.push`, which decodes a window of tokens and sends what can no longer change.
+`text.Detok.push`, which decodes a window of tokens and sends what can no longer change.
 Symptom:
 Three replacement signs instead of one character, in every script but the simplest.
 Risk and impact:
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: incremental detokenisation token by token"
-TARGET = "lockstep.text.detok:Detok.push"
+TARGET = "lockstep.text:Detok.push"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-stop-split", "lockstep-stream-again")
 

@@ -12,7 +12,7 @@ Mechanism:
 2. The next token is a word with its space.
 3. Decoders take the space off that begins a text, and nothing but the special token is before it.
 Key functions:
-`text.detok.Detok._advance`, which moves the window behind new text only.
+`text.Detok._advance`, which moves the window behind new text only.
 Symptom:
 Two words run together, after special tokens alone.
 Risk and impact:
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: windows of incremental detokenisation"
-TARGET = "lockstep.text.detok:Detok._advance"
+TARGET = "lockstep.text:Detok._advance"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-character-split", "lockstep-replacement-again")
 

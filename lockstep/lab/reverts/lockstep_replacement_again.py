@@ -12,7 +12,7 @@ Mechanism:
 2. All U+FFFD at the end count as not yet sent.
 3. The first piece of the answer begins with them.
 Key functions:
-`text.detok.Detok._settled_len`, which tries whether bytes can still become a character.
+`text.Detok._settled_len`, which tries whether bytes can still become a character.
 Symptom:
 Answers to texts with broken characters begin with a broken character.
 Risk and impact:
@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.text.detok import REPLACEMENT
+from lockstep.text import REPLACEMENT
 
 SOURCE = "class: windows of incremental detokenisation"
-TARGET = "lockstep.text.detok:Detok._settled_len"
+TARGET = "lockstep.text:Detok._settled_len"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-character-split", "lockstep-lost-space")
 

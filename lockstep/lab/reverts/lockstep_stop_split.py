@@ -10,7 +10,7 @@ Mechanism:
 2. The next token completes the stop string.
 3. Neither piece contains it.
 Key functions:
-`text.detok.Stops.feed`, which holds back what may be the beginning of a stop string.
+`text.Stops.feed`, which holds back what may be the beginning of a stop string.
 Symptom:
 Generation runs on behind its stop string. Whether it does depends on how the tokenizer happens to
 cut the text.
@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.text.detok import TextPiece
+from lockstep.text import TextPiece
 
 SOURCE = "class: stop strings across tokens"
-TARGET = "lockstep.text.detok:Stops.feed"
+TARGET = "lockstep.text:Stops.feed"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-character-split", "lockstep-stream-again")
 
