@@ -3,7 +3,9 @@ its bits, and no page is lost."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +172,19 @@ def test_an_abort_between_launch_and_settling_takes_nothing_from_others(at):
     after = [completion.token_ids for completion in jobs[0].output("").completions]
     assert got == after == [c.token_ids[: len(ids)] for c, ids in zip(want, got, strict=True)]
     assert interrupt.books(made) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_algorithm": "ngram"}])
+def test_a_request_that_has_ended_waits_for_no_garbage_collector(options):
+    made = engine(**options)
+    gc.disable()
+    try:
+        ended = weakref.ref(made.add([*OTHER, *OTHER], PARAMS).request)
+        finished(made)
+        finished(made, made.add(PROMPT, PARAMS))  # what keeps the last step keeps this one's now
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 # -- steps that fail -------------------------------------------------------------------------------

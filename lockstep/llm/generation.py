@@ -204,7 +204,9 @@ class Generation:
         if first.finish is not None or (first.scores if first.given else first.token_ids):
             made = [self._resumed(index, completion) for index, completion in unfinished]
         for request in made:
-            request.hit_len, request.siblings = self.request.hit_len, made
+            request.hit_len = self.request.hit_len
+            if len(made) > 1:
+                request.siblings = made
             if request.index == 0 and scored < spec.scored_prompt_len:
                 request.scored_len = scored
         self.request = made[0]

@@ -130,12 +130,12 @@ class Request:
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
         self.node: Node | None = None  # how far its keys are in the prefix tree
         self.finish: str | None = None  # "length", "stop" or "abort"
-        self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
+        self.siblings: list[Request] = []  # all continuations that exist, if there are several
         self.launched_in = 0  # number of the step launched last that it was in
         self.held_until = 0  # number of the step that has to be settled before the next row
         self.draft: DraftTree | None = None  # proposed for the next step
         self.pads = 0  # of the draft that was scheduled last
-        self._tree_rows: ScheduledRows | None = None  # of the same, for the next that is like it
+        self.last_tree: ScheduledRows | None = None  # of the same, for the next that is like it
         # while it decodes it is a member, of this number; inside, its first tokens are kept here
         self.members: Decoding | None = None
         self.number = -1
@@ -184,12 +184,12 @@ class Request:
 
     def tree_rows(self, draft: DraftTree) -> "ScheduledRows":
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
-        last, nodes = self._tree_rows, 1 + len(draft.token_ids)
+        last, nodes = self.last_tree, 1 + len(draft.token_ids)
         if last is None or last.table is not self.table or last.parents != (-1, *draft.parents):
             emit, parents = tuple(range(nodes)), (-1, *draft.parents)
             table, chain = self.table, draft.chain
             last = ScheduledRows(self, nodes, emit, 1, table, parents=parents, chain=chain)
-            self._tree_rows = last
+            self.last_tree = last
         return last
 
     def launch(self, rows: "ScheduledRows", sample: int, step: int) -> None:

@@ -76,7 +76,7 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         """Ends a request and its siblings. What a launched step brings them nobody sees."""
-        for member in request.siblings:
+        for member in request.siblings or [request]:
             if member.finish is None:
                 self._end(member, "abort")
 
@@ -499,6 +499,8 @@ class Scheduler:
         child = Request(spec, parent.arrival, index, kept)
         child.siblings, child.hit_len = parent.siblings, parent.hit_len
         child.scored_len = child.score_end
+        if not parent.siblings:
+            parent.siblings.append(parent)
         parent.siblings.append(child)
         child.finish = child.begin_item() if spec.items else reason
         if child.finish is not None:
@@ -542,5 +544,5 @@ class Scheduler:
             self.tree.close(request.node)
         if request.table is not None:
             request.table.close()
-        request.table, request.node, request.draft = None, None, None
+        request.table = request.node = request.draft = request.last_tree = None
         request.cached_len = request.settled_len = request.room = 0
