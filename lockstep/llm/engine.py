@@ -175,9 +175,8 @@ class Engine:
         self._rows: WeakKeyDictionary[Batch, SampledRows] = WeakKeyDictionary()
         self._callers: set[Caller | None] = set()  # of generations, some of them no more
         self._held = False  # who is in the step that was launched last waits until it is settled
-        # a step that has happened, until its generations have it all, and who ends with it
+        # a step that has happened, until its generations have it all
         self._settled: StepResult | None = None
-        self._leaving: set[Generation] = set()
         if graphs and self.on_gpu and GENERATE in self.kinds:
             for kind, width, every, chain in drafts.launches(config, self.kinds[GENERATE], draft):
                 self.runner.capture(kind, say, width, every, chain)
@@ -494,8 +493,9 @@ class Engine:
                 self.speculation.settled(launched.step, accepted, launched.hidden)
             owners = [(self._generation(request), request) for request in ended]
             endings = [Ending(g.completions[r.index], r.finish or "stop") for g, r in owners]
-            self._leaving = {generation for generation, _ in owners}
-            self._settled = replace(result, endings=(*result.endings, *endings))
+            endings = [*result.endings, *endings]
+            leaving = frozenset(generation for generation, _ in owners)
+            self._settled = replace(result, endings=tuple(endings), leaving=leaving)
         return touched
 
     def _write(self) -> None:
@@ -504,10 +504,10 @@ class Engine:
         if self._settled is None:
             return
         self._settled.write()
-        for generation in self._leaving:
+        for generation in self._settled.leaving:
             if generation.done:
                 self.generations.pop(generation.request.spec.request_id, None)
-        self._settled, self._leaving = None, set()
+        self._settled = None
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
         """What generations get, and what the scheduler is told of every row. Nobody sees the rows

@@ -331,6 +331,7 @@ class StepResult:
     scores: tuple[ScoreUpdate, ...] = ()
     embeddings: tuple[tuple[Generation, NDArray[np.float32]], ...] = ()
     endings: tuple[Ending, ...] = ()
+    leaving: frozenset[Generation] = frozenset()  # of these completions, where none goes on
 
     def write(self) -> None:
         for score in self.scores:
