@@ -14,11 +14,10 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan import rules
 from lockstep.plan.bucket import Buckets, pad
-from lockstep.plan.build import RequestWork, build
+from lockstep.plan.build import RequestWork, build, paths
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, write
 from lockstep.plan.step import Bucket, PagedGroup, StepPlan, ints
-from lockstep.plan.tree import paths
 from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
 
 ATTN = (AttnSpec(0.5),)

@@ -17,7 +17,8 @@ from lockstep.kernels.cpu import attend
 from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, run_cell
 from lockstep.lab.options import RunOptions
-from lockstep.plan import build, tree
+from lockstep.plan import build
+from lockstep.run import driver
 from lockstep.types import RuleError
 
 SEEDS = ("sglang-24097", "sglang-26412", "sglang-26512", "sglang-26513", "sglang-27360")
@@ -83,25 +84,25 @@ def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(nam
 
 
 def test_a_bug_is_put_wherever_the_function_was_imported():
-    right = tree.paths
+    right = build.paths
     with reverts.swapped(made()):
-        assert tree.paths is not right and build.paths is tree.paths
-    assert tree.paths is right and build.paths is right
+        assert build.paths is not right and driver.paths is build.paths
+    assert build.paths is right and driver.paths is right
 
 
 def test_a_bug_leaves_after_an_exception():
-    right = tree.paths
+    right = build.paths
     with (
         pytest.raises(RuleError, match="at least one and at most all nodes"),
         reverts.swapped(made()),
     ):
-        tree.paths((), 1)
-    assert tree.paths is right and build.paths is right
+        build.paths((), 1)
+    assert build.paths is right and driver.paths is right
 
 
 @pytest.mark.parametrize(
     "target",
-    ["lockstep.plan.tree:gone", "lockstep.kv.pool:Pool.gone", "lockstep.kv.pool:Gone.move"],
+    ["lockstep.plan.build:gone", "lockstep.kv.pool:Pool.gone", "lockstep.kv.pool:Gone.move"],
 )
 def test_a_target_that_vanished_is_an_error(target):
     with (
@@ -112,11 +113,11 @@ def test_a_target_that_vanished_is_an_error(target):
 
 
 def test_a_target_whose_parameters_changed_is_an_error_and_nothing_is_swapped():
-    right = tree.paths
+    right = build.paths
     changed = replace(made(), make=lambda old: lambda parents, count: old(parents, count))
     with pytest.raises(RuleError, match="Adapt the revert"), reverts.swapped(changed):
         pass
-    assert tree.paths is right
+    assert build.paths is right
 
 
 def test_a_case_file_without_a_section_is_an_error():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.llm.generation import CompletionState, Generation, ScoreUpdate
 from lockstep.ops import sent
-from lockstep.plan.tree import paths
+from lockstep.plan.build import paths
 from lockstep.run.runner import GUESSES
 from lockstep.sample.sampler import Logprobs, RowParams, Sampled
 from lockstep.sched.request import Batch, Request, ScheduledRows, ScheduledStep

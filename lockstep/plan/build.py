@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from lockstep.plan import address, rules
 from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, Real, StepPlan, frozen, ints
-from lockstep.plan.tree import paths
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 NO_PAGES: Ints = ints([])
@@ -190,6 +189,22 @@ class BatchWork:
 
     def __len__(self) -> int:
         return len(self.cached_lens)
+
+
+def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
+    """Trees are addresses, not masks: for each of this step's rows, the last `new_len` nodes, the
+    list of nodes it sees, one per position from the committed length on, itself last. Node i, a
+    draft token, hangs below node parents[i] < i, or below the committed prefix (-1)."""
+    if not 0 < new_len <= len(parents):
+        rule = "a tree step computes at least one and at most all nodes"
+        raise RuleError(rule, f"{new_len} rows of {len(parents)} nodes", "Check new_len")
+    lists: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            rule = "a node's parent comes before it, or is -1"
+            raise RuleError(rule, f"parents[{node}] = {parent}", "Order the nodes by depth")
+        lists.append([*(lists[parent] if parent >= 0 else []), node])
+    return lists[len(parents) - new_len :]
 
 
 class Rows(NamedTuple):

@@ -20,7 +20,7 @@ TEXTS = (
     ("tail_indptr rises from 0", "{have}", "Use plan.build"),
     ("real entries come first", _WHERE, "Pad after the last"),
     ("positions are not negative", "{have}", "Check cached_len"),
-    ("a row's list names each position from start to its own", _WHERE, "Use plan.tree"),
+    ("a row's list names each position from start to its own", _WHERE, "Use plan.build"),
     ("a list is at most the bucket's tail", "{have} > {want}", "Use a wider bucket"),
     ("plain rows stand at kv_len - new_len + j", _WHERE, "Use plan.build"),
     ("emit names rows", "{have} of {want}", "Count rows from 0"),
@@ -38,8 +38,8 @@ TEXTS = (
     ("write slots are distinct", "slot {have}", "Give each row its own slot"),
     ("moves are below the pool's {want}", "{have}", "Take them from the pool"),
     ("listed slots are below the pool's {want}", "{have}", "Take them from the pool"),
-    ("a row's list lies in its own request's pages", _OWNER, "Use plan.tree"),
-    ("a list ends with the row's own slot", _WHERE, "Use plan.tree"),
+    ("a row's list lies in its own request's pages", _OWNER, "Use plan.build"),
+    ("a list ends with the row's own slot", _WHERE, "Use plan.build"),
 )
 (
     FINE, Q_RISES, TAILS_RISE, REAL_FIRST, NOT_NEGATIVE, LISTED, SHORT_LISTS, PLAIN_ROWS, EMITTED,

@@ -19,9 +19,8 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import CacheGroups, PageTable
-from lockstep.plan.build import RequestWork, build
+from lockstep.plan.build import RequestWork, build, paths
 from lockstep.plan.step import StepPlan
-from lockstep.plan.tree import paths
 from lockstep.run.kind import ENCODE, Kinds, StepKind, group_specs
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.types import Layout

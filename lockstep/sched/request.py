@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep.kv.prefix import Node
 from lockstep.kv.tables import PageTable
-from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
-from lockstep.plan.tree import paths
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages, paths
 from lockstep.run.kind import StepKind
 from lockstep.sched.decoding import MOVING, Column, Decoding
 from lockstep.types import RuleError

@@ -18,7 +18,7 @@ Mechanism:
 Key functions:
 FlashAttentionBackend._apply_cuda_graph_metadata and draft_decode_set_expand_metadata. Here
 `plan.build.tail_slots`, which fills the
-lists of tree rows; their widths come from `plan.tree.paths` and nowhere else.
+lists of tree rows; their widths come from `plan.build.paths` and nowhere else.
 Symptom:
 NaN logits or an illegal access, much later and somewhere else. In the lab: a branch reads a slot
 that its neighbour will use in a later

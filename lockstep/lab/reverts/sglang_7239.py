@@ -10,7 +10,7 @@ Mechanism:
 2. Draft decoding views it with the axes exchanged.
 3. A branch attends to the tokens of other branches at other depths.
 Key functions:
-Draft decode in SGLang's FlashAttention backend. Here `plan.tree.paths`: a row's list is its own
+Draft decode in SGLang's FlashAttention backend. Here `plan.build.paths`: a row's list is its own
 path by parents, there is no grid whose
 axes could be exchanged. The revert reads the ancestors through the transposed grid; the row's own
 slot stays.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SOURCE = "sgl-project/sglang#7239"
-TARGET = "lockstep.plan.tree:paths"
+TARGET = "lockstep.plan.build:paths"
 CELLS = ("draft-decode/dense",)
 RELATED = ("sglang-15469", "sglang-27360")
 
