@@ -28,7 +28,7 @@ from lockstep.llm import prompts
 from lockstep.llm.engine import Engine, Launched, Parts, prepare
 from lockstep.llm.output import Completion, Output
 from lockstep.models.loader import Loaded
-from lockstep.plan import rules
+from lockstep.plan import check as rules
 from lockstep.plan.bucket import Buckets, power
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check

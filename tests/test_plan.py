@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import CacheGroups, PageTable
-from lockstep.plan import rules
+from lockstep.plan import check as rules
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import RequestWork, build, paths
 from lockstep.plan.check import check

@@ -13,7 +13,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from lockstep.plan import address, rules
+from lockstep.plan import address
+from lockstep.plan.check import loop
 from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, Real, StepPlan, frozen, ints
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
@@ -289,7 +290,7 @@ def join(ids: Any, ends: Any, out: Any) -> None:
 def compiled() -> Any:
     """`join`, from Numba's cache or compiled now: numpy takes ten times as long."""
     table, column = [types.Array(types.int32, dims, "C") for dims in (2, 1)]
-    return rules.loop(types.void(table, column, column), join)
+    return loop(types.void(table, column, column), join)
 
 
 def table_len(pages: int) -> int:

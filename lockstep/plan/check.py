@@ -1,14 +1,55 @@
 """What a legal plan is. `check` runs before every step; it is the specification in executable form.
 
-Shapes are compared here; what stands in the arrays is judged by the loops of `rules`, which name
-the first rule that is broken. Knows plans and pool sizes, and nothing about who built the plan.
+Shapes are compared in Python; the entries are judged by loops that Numba compiles, each of which
+returns (rule, have, want, at): the number of the first rule that is broken (0: none), what stands
+there, what belongs there, and the entry. `TEXTS` has the words. An index is used only after it was
+found to be inside its array. Knows plans and pool sizes, and nothing about who built the plan.
 """
 
-import numpy as np
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
-from lockstep.plan import rules
+import numpy as np
+from numba import njit, types
+
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, Layout, PlanError
+
+_WHERE = "{have} where {want} belongs"
+_OWNER = "request {want}, slot {have}"
+TEXTS = (
+    ("", "", ""),
+    ("q_indptr rises from 0 to {want}", "{have}", "Use plan.build"),
+    ("tail_indptr rises from 0", "{have}", "Use plan.build"),
+    ("real entries come first", _WHERE, "Pad after the last"),
+    ("positions are not negative", "{have}", "Check cached_len"),
+    ("a row's list names each position from start to its own", _WHERE, "Use plan.build"),
+    ("a list is at most the bucket's tail", "{have} > {want}", "Use a wider bucket"),
+    ("plain rows stand at kv_len - new_len + j", _WHERE, "Use plan.build"),
+    ("emit names rows", "{have} of {want}", "Count rows from 0"),
+    ("page_indptr rises from 0", "{have}", "Use plan.build"),
+    ("page tables fit the bucket's {want} entries", "{have}", "Use a larger bucket"),
+    ("first_pos is page-aligned and not negative", "{have}, pages of {want}", "Drop whole pages"),
+    ("only a window drops keys", "first_pos {have}", "Keep all pages"),
+    ("kv_len is 1 + the request's last position", _WHERE, "Count the new rows once"),
+    ("no visible key was dropped", _WHERE, "Release by the committed length"),
+    ("pages cover every key", "{have} keys, room for {want}", "Reserve first"),
+    ("page ids are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("a page that a request writes is in no other place", "page {have}", "Copy it before writing"),
+    ("write slots are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("a row writes to its own request's pages", _OWNER, "Use plan.build"),
+    ("write slots are distinct", "slot {have}", "Give each row its own slot"),
+    ("moves are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("listed slots are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("a row's list lies in its own request's pages", _OWNER, "Use plan.build"),
+    ("a list ends with the row's own slot", _WHERE, "Use plan.build"),
+)
+(
+    FINE, Q_RISES, TAILS_RISE, REAL_FIRST, NOT_NEGATIVE, LISTED, SHORT_LISTS, PLAIN_ROWS, EMITTED,
+    PAGES_RISE, PAGES_FIT, ALIGNED, DROPS, KV_LEN, VISIBLE, COVERED, PAGE_IDS, ALONE, SLOTS,
+    OWN_PAGES, DISTINCT, MOVES, LIST_SLOTS, LIST_PAGES, LIST_END,
+) = range(len(TEXTS))  # fmt: skip
 
 
 def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
@@ -36,7 +77,7 @@ def _check_rows(plan: StepPlan) -> None:
         raise PlanError("real entries come first", f"{real} in {b}", "Pad after the last")
     if b.requests == real.requests and b.tokens != real.tokens:
         raise PlanError("a pad row belongs to a pad request", f"{real} in {b}", "Use Buckets.fit")
-    judge_rows, _ = rules.compiled()
+    judge_rows, _ = compiled()
     _judge(judge_rows(rows[:4], plan.emit, real.requests, real.tokens, b.tail), "rows")
 
 
@@ -55,7 +96,7 @@ def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> 
         raise PlanError("a pool's slots fit in int32", got, "Use a smaller pool")
     rows = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr)
     limits = (size, group.spec.window or 0, cross, pool_pages)
-    _, judge_group = rules.compiled()
+    _, judge_group = compiled()
     _judge(judge_group(rows, arrays, group.moves, *limits), f"group {g}")
 
 
@@ -68,6 +109,167 @@ def _shape(what: str, have: tuple[int, ...], want: tuple[int, ...]) -> None:
 def _judge(found: tuple[int, int, int, int], where: str) -> None:
     rule, have, want, at = found
     if rule:
-        text, got, remedy = rules.TEXTS[rule]
+        text, got, remedy = TEXTS[rule]
         values = f"{got.format(have=have, want=want)} ({where}, entry {at})"
         raise PlanError(text.format(want=want), values, remedy)
+
+
+@cache
+def compiled() -> tuple[Any, Any]:
+    """The judges of the rows and of a group, from Numba's cache or compiled now."""
+    n, many = types.int64, types.UniTuple
+    ints, pairs = [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
+    found, rows, lists = many(n, 4), many(ints, 4), many(ints, 6)  # type: ignore[no-untyped-call]
+    group = found(rows, lists, pairs, n, n, types.boolean, n)
+    return loop(found(rows, ints, n, n, n), judge_rows), loop(group, judge_group)
+
+
+def loop(signature: Any, text: Callable[..., Any]) -> Any:
+    """A loop over a plan's entries, kept on disk where there is a place for it."""
+    try:
+        return njit(signature, cache=True)(text)
+    except RuntimeError:  # there is nowhere to keep it
+        return njit(signature)(text)
+
+
+def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail: int) -> Any:
+    """What all groups share. The arrays' lengths fit each other, real_requests < len(q)."""
+    q, positions, start, tails = rows
+    count = len(positions)
+    bad = falls(q)
+    if bad >= 0 or q[-1] != count:
+        return Q_RISES, q[bad], count, bad
+    bad = falls(tails)
+    if bad >= 0:
+        return TAILS_RISE, tails[bad], 0, bad
+    if q[real_requests] != real_tokens:
+        return REAL_FIRST, q[real_requests], real_tokens, real_requests
+    for t in range(count):
+        listed = tails[t + 1] - tails[t]
+        if positions[t] < 0:
+            return NOT_NEGATIVE, positions[t], 0, t
+        if listed != positions[t] + 1 - start[t]:
+            return LISTED, listed, positions[t] + 1 - start[t], t
+        if listed > tail:
+            return SHORT_LISTS, listed, tail, t
+    for i in range(len(q) - 1):
+        last = reach(rows, i)[1]
+        for t in range(q[i], q[i + 1]):
+            if start[t] > positions[t] and positions[t] != last + 1 - q[i + 1] + t:
+                return PLAIN_ROWS, positions[t], last + 1 - q[i + 1] + t, t
+    for s in range(len(emit)):
+        if not 0 <= emit[s] < count:
+            return EMITTED, emit[s], count, s
+    return FINE, 0, 0, 0
+
+
+def judge_group(
+    rows: Any, arrays: Any, moves: Any, size: int, window: int, cross: bool, pool_pages: int
+) -> Any:
+    """One group's pages, of rows that were judged before. `window` is 0 if there is none."""
+    kv_lens, indptr, pages, first_pos, _, slots = arrays
+    bad = falls(indptr)
+    if bad >= 0:
+        return PAGES_RISE, indptr[bad], 0, bad
+    if indptr[-1] > len(pages):
+        return PAGES_FIT, indptr[-1], len(pages), len(indptr) - 1
+    for i in range(len(rows[0]) - 1):
+        first, last = reach(rows, i)
+        room = first_pos[i] + (indptr[i + 1] - indptr[i]) * size
+        if first_pos[i] < 0 or first_pos[i] % size:
+            return ALIGNED, first_pos[i], size, i
+        if first_pos[i] and not window:
+            return DROPS, first_pos[i], 0, i
+        if last >= 0 and not cross and kv_lens[i] != last + 1:
+            return KV_LEN, kv_lens[i], last + 1, i
+        if last >= 0 and not cross and window and first_pos[i] > max(0, first - window + 1):
+            return VISIBLE, first_pos[i], max(0, first - window + 1), i
+        if kv_lens[i] > room:
+            return COVERED, kv_lens[i], room, i
+    for k in range(indptr[-1]):
+        if not 0 <= pages[k] < pool_pages:
+            return PAGE_IDS, pages[k], pool_pages, k
+    owner = np.full(pool_pages, -1, np.int32)  # the request that may write a page
+    if len(slots):
+        k = claim(rows, arrays, size, owner)
+        if k >= 0:
+            return ALONE, pages[k], 0, k
+    return judge_writes(rows, arrays, moves, size, cross, owner)
+
+
+@njit
+def judge_writes(rows: Any, arrays: Any, moves: Any, size: int, cross: bool, owner: Any) -> Any:
+    """Who writes where. The null page is everybody's."""
+    (q, _, _, tails), (tail_slots, slots) = rows, arrays[4:]
+    total, row = len(owner) * size, 0
+    taken = np.zeros(total // 8 + 1, np.uint8)  # one bit per slot
+    for t in range(len(slots)):
+        slot = slots[t]
+        while q[row + 1] <= t:
+            row += 1
+        if not 0 <= slot < total:
+            return SLOTS, slot, total, t
+        if slot >= size:
+            if owner[slot // size] != row:
+                return OWN_PAGES, slot, row, t
+            if taken[slot >> 3] >> (slot & 7) & 1:
+                return DISTINCT, slot, 0, t
+            taken[slot >> 3] |= 1 << (slot & 7)
+    for m in range(len(moves)):
+        for slot in moves[m]:
+            if not 0 <= slot < total:
+                return MOVES, slot, total, m
+    for i in range(len(q) - 1 if not cross else 0):
+        for t in range(q[i], q[i + 1]):
+            for k in range(tails[t], tails[t + 1]):
+                slot = tail_slots[k]
+                if not 0 <= slot < total:
+                    return LIST_SLOTS, slot, total, k
+                if owner[slot // size] != i:
+                    return LIST_PAGES, slot, i, k
+            if tails[t + 1] > tails[t] and tail_slots[tails[t + 1] - 1] != slots[t]:
+                return LIST_END, tail_slots[tails[t + 1] - 1], slots[t], t
+    return FINE, 0, 0, 0
+
+
+@njit
+def falls(indptr: Any) -> int:
+    """The first entry that is not 0, or less than the one before it; -1 if there is none."""
+    if indptr[0] != 0:
+        return 0
+    for i in range(1, len(indptr)):
+        if indptr[i] < indptr[i - 1]:
+            return i
+    return -1
+
+
+@njit
+def reach(rows: Any, i: int) -> tuple[int, int]:
+    """The least and the largest position of a request's rows; (0, -1) if it has none."""
+    q, positions, first, last = rows[0], rows[1], 0, -1
+    for t in range(q[i], q[i + 1]):
+        first = min(first, positions[t]) if last >= 0 else positions[t]
+        last = max(last, positions[t])
+    return first, last
+
+
+@njit
+def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
+    """Gives requests the pages from the first they write on; a page claimed twice, or -1."""
+    (q, positions, start, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
+    first = np.empty(len(q) - 1, np.int64)
+    for i in range(len(q) - 1):
+        first[i] = indptr[i + 1]
+        if q[i] < q[i + 1]:
+            begins = min(start[q[i]], positions[q[i]])
+            first[i] = min(indptr[i + 1], indptr[i] + max(0, begins - first_pos[i]) // size)
+        for k in range(first[i], indptr[i + 1]):
+            if pages[k] and owner[pages[k]] >= 0:
+                return k
+            if pages[k]:
+                owner[pages[k]] = i
+    for i in range(len(q) - 1):
+        for k in range(indptr[i], first[i]):
+            if owner[pages[k]] >= 0:
+                return k
+    return -1

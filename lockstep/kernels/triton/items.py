@@ -10,7 +10,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from lockstep.order import Splits
-from lockstep.plan.rules import loop
+from lockstep.plan.check import loop
 from lockstep.types import INT32_MAX
 
 ITEM = 12  # int32 per item: page entry, rows [begin, end), positions [lo, hi) that they see, splits

@@ -13,7 +13,7 @@ Mechanism:
 3. Another request holds that page by mistake. Accepted nodes are moved into it later, over the
    other one's keys.
 Key functions:
-`plan.rules.claim`, compiled into `judge_group`; the first written position is the smaller one of a
+`plan.check.claim`, compiled into `judge_group`; the first written position is the smaller one of a
 row's `start` and its position.
 Symptom:
 None by itself: a guard that does not see is found only by showing it something.
@@ -32,10 +32,10 @@ import numpy as np
 from numba import njit
 
 from lockstep.kernels.cpu.threads import relinked
-from lockstep.plan import rules
+from lockstep.plan import check
 
 SOURCE = "class: a guard that is blind in one kind of step"
-TARGET = "lockstep.plan.rules:compiled"
+TARGET = "lockstep.plan.check:compiled"
 CELLS = ("draft-decode/dense", "draft-decode/window")
 RELATED = ("sglang-27360", "trtllm-12306")
 
@@ -65,7 +65,7 @@ def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> tuple[Any, Any]:
-        names = {**vars(rules), "claim": njit(claim)}
-        return old()[0], njit(relinked(rules.judge_group, names))
+        names = {**vars(check), "claim": njit(claim)}
+        return old()[0], njit(relinked(check.judge_group, names))
 
     return compiled
