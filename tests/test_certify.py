@@ -20,8 +20,15 @@ from lockstep.models import loader
 from lockstep.models.loader import Loaded
 from lockstep.run import certify as certificates
 from lockstep.run import runner
-from lockstep.run.certify import NotCertified, large, ranges, row_counts
-from lockstep.run.probe import Edges, RowRange, consecutive
+from lockstep.run.certify import (
+    Edges,
+    NotCertified,
+    RowRange,
+    consecutive,
+    large,
+    ranges,
+    row_counts,
+)
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 LONG = {"max_position_embeddings": 2048}  # room for a split and a window

@@ -24,7 +24,7 @@ from lockstep.kv.pool import Pool
 from lockstep.kv.tables import peak_pages
 from lockstep.llm.output import Output
 from lockstep.run import certify, memory, runner
-from lockstep.run.probe import Edges
+from lockstep.run.certify import Edges
 from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, settings

@@ -34,8 +34,7 @@ from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import PagedGroup, StepPlan, ints
-from lockstep.run.certify import NotCertified, certify
-from lockstep.run.probe import Subject
+from lockstep.run.certify import NotCertified, Subject, certify
 from lockstep.sample import sampler
 from lockstep.sample.sampler import Row
 from lockstep.sched import policy
