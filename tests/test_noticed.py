@@ -37,7 +37,6 @@ from lockstep.plan.step import PagedGroup, StepPlan, ints
 from lockstep.run.certify import NotCertified, Subject, certify
 from lockstep.sample import sampler
 from lockstep.sample.sampler import Row
-from lockstep.sched import policy
 from lockstep.sched.request import Request, RequestSpec
 from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, Refused, RuleError
 
@@ -320,13 +319,13 @@ class Impatient(Request):
 
 def test_a_step_emits_at_most_what_it_has_room_for():
     request = Impatient(RequestSpec((1, 2, 3, 4), 8, n=3), 0)
-    assert policy.rows(request, 10, 3) == 4
-    assert policy.rows(request, 10, 2) == 3, "its last row would emit three"
+    assert request.fitting_len(10, 3) == 4
+    assert request.fitting_len(10, 2) == 3, "its last row would emit three"
     scored = Impatient(RequestSpec((1, 2, 3, 4), 8, wants_prompt_logprobs=True), 0)
-    assert [policy.rows(scored, 10, emits) for emits in range(5)] == [0, 1, 2, 3, 4]
+    assert [scored.fitting_len(10, emits) for emits in range(5)] == [0, 1, 2, 3, 4]
     decoding = Impatient(RequestSpec((1, 2), 8), 0, first=(3,))
     decoding.cached_len = 2
-    assert [policy.rows(decoding, 10, emits) for emits in (0, 1)] == [0, 1]
+    assert [decoding.fitting_len(10, emits) for emits in (0, 1)] == [0, 1]
 
 
 def test_a_fresh_request_has_no_keys():

@@ -7,12 +7,10 @@ may end, or until somebody asks the request for them. Pages are the scheduler's,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from lockstep.sched import policy
 
 if TYPE_CHECKING:
     from lockstep.sched.request import Batch, GroupPages, Request, ScheduledRows
@@ -25,6 +23,11 @@ MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")
 # UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
 MOST = 64  # tokens that are here at most
+
+
+def waits(held_until: Any, settled: int) -> Any:
+    """Whether a step behind number `settled` has to be settled first. Of an int or an array."""
+    return held_until > settled
 
 
 class Decoding:
@@ -65,7 +68,7 @@ class Decoding:
         columns = np.concatenate((self._columns, np.zeros((7, len(new)), np.int64)), 1)
         tokens = np.concatenate((self._tokens, np.zeros((len(new), MOST), np.int64)))
         kept = [i for i, request in enumerate(requests) if request.members is not None]
-        order = sorted(kept, key=lambda i: policy.rank(requests[i]))
+        order = sorted(kept, key=lambda i: requests[i].rank)
         self.requests, self.rows = [requests[i] for i in order], [rows[i] for i in order]
         self.pages, self._columns = [pages[i] for i in order], columns[:, order]
         self._tokens, self._new, self._gone = tokens[order], [], False
@@ -78,7 +81,7 @@ class Decoding:
         """Who is to be looked at: outside, at his length, or held until a step is settled."""
         columns = self._columns
         due = columns[CACHED_LEN] >= columns[UNTIL_LEN]
-        due |= policy.waits(columns[HELD_UNTIL], settled)
+        due |= waits(columns[HELD_UNTIL], settled)
         return [self.requests[i] for i in due.nonzero()[0].tolist()]
 
     def look(self, request: Request, pages: GroupPages, until_len: int) -> None:

@@ -20,6 +20,7 @@ from lockstep.sched.decoding import MOVING, Column, Decoding
 from lockstep.types import RuleError
 
 GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of a kind of step
+HEAD_START = 64  # later arrivals that one level of priority lets a request overtake
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,15 @@ class DraftTree(NamedTuple):
 
 
 class Request:
-    """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache."""
+    """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache. Their
+    order, by a rank, never changes: one is overtaken only by as many later ones as the head start
+    allows, the best makes progress, nobody preempts in circles. No result depends on it."""
 
     def __init__(
         self, spec: RequestSpec, arrival: int, index: int = 0, first: Iterable[int] = ()
     ) -> None:
         self.spec, self.arrival, self.index = spec, arrival, index
+        self.rank = (arrival - HEAD_START * spec.priority, arrival, index)
         self.tokens = [*spec.prompt, *first]
         self.cached_len = 0  # those that a launched step will have written included
         self.settled_len = 0  # those without
@@ -149,6 +153,9 @@ class Request:
             self.members.leave(self)
             return object.__getattribute__(self, name)
 
+    def __lt__(self, other: "Request") -> bool:
+        return self.rank < other.rank
+
     @property
     def missing_len(self) -> int:
         return len(self.tokens) - self.cached_len
@@ -171,6 +178,15 @@ class Request:
         spec = self.spec
         begun = self.missing_len == 1 and len(self.tokens) > len(spec.prompt)
         return begun and self.scored_len >= self.score_end and spec.max_new_tokens > 0
+
+    def fitting_len(self, tokens: int, emits: int) -> int:
+        """How many of its missing rows it may compute in a step with so much room."""
+        new_len = min(self.missing_len, tokens)
+        if new_len + self.spec.continuations <= emits:
+            return new_len  # as many as it could ever emit
+        while new_len > 0 and (over := self.emits(new_len) - emits) > 0:
+            new_len -= 1 if self.samples(new_len) else over
+        return max(0, new_len)
 
     def emits(self, new_len: int) -> int:
         return len(self._scored(new_len)) + self.samples(new_len)

@@ -17,8 +17,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, pages_for, peak_pages
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
-from lockstep.sched import policy
-from lockstep.sched.decoding import Decoding
+from lockstep.sched.decoding import Decoding, waits
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
@@ -72,7 +71,7 @@ class Scheduler:
         """Requests that hold nothing here join the queue: new ones, or another scheduler's."""
         for request in requests:
             self.arrivals = max(self.arrivals, request.arrival + 1)
-            insort(self.embeds if request.spec.embed else self.waiting, request, key=policy.rank)
+            insort(self.embeds if request.spec.embed else self.waiting, request)
 
     def abort(self, request: Request) -> None:
         """Ends a request and its siblings. What a launched step brings them nobody sees."""
@@ -216,7 +215,7 @@ class Scheduler:
             request.hit_len = request.cached_len
         self.counters["hit_tokens"] += request.cached_len
         self.waiting.remove(request)
-        insort(self.running, request, key=policy.rank)
+        insort(self.running, request)
         return True
 
     def _fits(self, request: Request, table: PageTable) -> bool:
@@ -231,11 +230,12 @@ class Scheduler:
         return True
 
     def _displace(self) -> None:
-        """If the head of the queue found no room, one request of lower priority makes way."""
+        """If the head of the queue found no room, one of lower priority and rank makes way."""
         if self._blocked and self.waiting:
-            victim = policy.displaced(self.running, self.waiting[0])
-            if victim is not None:
-                self._preempt(victim)
+            head, most = self.waiting[0], self.waiting[0].spec.priority
+            lower = [each for each in self.running if head < each and each.spec.priority < most]
+            if lower:
+                self._preempt(lower[-1])
         self._blocked = False
 
     # -- steps
@@ -248,7 +248,7 @@ class Scheduler:
         held_up = not self._place_members(builder)
         running = self.running if len(self.running) > len(self._members) else []
         others = [request for request in running if request.members is None]
-        ready = [each for each in others if not policy.waits(each.held_until, self.settled)]
+        ready = [each for each in others if not waits(each.held_until, self.settled)]
         for request in sorted(ready, key=lambda each: each.missing_len > 1):  # prompts come last
             if request.table is not None and not self._place(request, builder):
                 held_up = True
@@ -269,7 +269,7 @@ class Scheduler:
                 continue  # it gave way to one before it
             if request.number - begin >= room:
                 break
-            held = policy.waits(request.held_until, self.settled)
+            held = waits(request.held_until, self.settled)
             if not held and request.draft is None and self._secure(request, 1, ()):
                 self._store(request)  # what settled while it was inside
                 pages = request.table.views(self._groups)
@@ -289,7 +289,7 @@ class Scheduler:
         """As many rows of a request as the step and the pages allow."""
         if request.draft is not None and self._place_tree(request, request.draft, builder):
             return True
-        want = policy.rows(request, builder.tokens, builder.emits)
+        want = request.fitting_len(builder.tokens, builder.emits)
         new_len, begin = self._secure(request, want, builder.rows), request.cached_len
         if new_len:
             builder.add(request.rows(new_len), request.tokens[begin : begin + new_len], begin)
@@ -301,10 +301,11 @@ class Scheduler:
             new_len = self._reserve(request, want)
             if new_len:
                 return new_len
-            victim = policy.victim(self.running, request, {rows.request for rows in placed})
-            if victim is None:
+            others = {rows.request for rows in placed}
+            worse = [each for each in self.running if each not in others and request < each]
+            if not worse:
                 return 0
-            self._preempt(victim)
+            self._preempt(worse[-1])
         return want
 
     def _place_tree(self, request: Request, tree: DraftTree, builder: StepBuilder) -> bool:
@@ -362,7 +363,7 @@ class Scheduler:
     def _whole(self) -> ScheduledStep | None:
         """A step of embeddings or encoders: whichever head has the better rank and finds room."""
         encoders = [request for request in self.waiting[:1] if not request.encoded]
-        for head in sorted([*self.embeds[:1], *encoders], key=policy.rank):
+        for head in sorted([*self.embeds[:1], *encoders]):
             step = self._embed() if head.spec.embed else self._encode()
             if step is not None:
                 return step
@@ -510,10 +511,10 @@ class Scheduler:
             child.table, child.encoded = table.fork(parent.cached_len), True
             child.cached_len = child.settled_len = parent.cached_len
             child.node = self.tree.lock(parent.node) if parent.node is not None else None
-            insort(self.running, child, key=policy.rank)
+            insort(self.running, child)
             self.counters["forked"] += 1
         else:
-            insort(self.waiting, child, key=policy.rank)
+            insort(self.waiting, child)
         return child
 
     def _preempt(self, request: Request) -> None:
@@ -522,7 +523,7 @@ class Scheduler:
         self._let_go(request)
         self._members.update()
         request.encoded = not request.spec.encoder_ids
-        insort(self.waiting, request, key=policy.rank)
+        insort(self.waiting, request)
         self.counters["preempted"] += 1
 
     def _end(self, request: Request, reason: str) -> None:

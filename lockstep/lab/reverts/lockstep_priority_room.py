@@ -11,7 +11,7 @@ Mechanism:
 2. One of priority 1 arrives. It stands first in the queue.
 3. Nobody makes way: it waits for as long as the other one takes.
 Key functions:
-`sched.policy.displaced`.
+`sched.scheduler.Scheduler._displace`.
 Symptom:
 Priorities that do nothing on a full engine, the only place where they matter.
 Risk and impact:
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: a priority that ends at the queue"
-TARGET = "lockstep.sched.policy:displaced"
+TARGET = "lockstep.sched.scheduler:Scheduler._displace"
 CELLS = ("engine-priority/llama", "engine-priority/qwen3")
 RELATED = ("lockstep-preempt-token", "lockstep-cached-tokens")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def displaced(running: Any, head: Any) -> Any:
-        return None
+    def _displace(self: Any) -> None:
+        self._blocked = False
 
-    return displaced
+    return _displace
