@@ -131,22 +131,39 @@ class Prefix:
         return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
 
     def check(self, tables: Iterable[PageTable] = ()) -> None:
-        """free + cached + held = all: every hold is the tree's or that of one of all `tables`."""
-        tables, nodes = list(tables), self._nodes()
+        """free + cached + held = all: every hold is the tree's or that of one of all `tables`, and
+        the tree's orders, marks and links tell one story."""
+        tables, nodes = list(tables), [self._top]
+        for node in nodes:  # grows while it is read
+            nodes += node.children.values()
         for g, pool in enumerate(self.pools):
             if pool is None:
                 continue
             pool.check()
-            holds = np.zeros(pool.num_pages, np.int64)
-            holds[0] = 1
-            for pages in [table.held(g) for table in tables] + [node.pages[g] for node in nodes]:
-                np.add.at(holds, pages, 1)
+            kept = [page for node in nodes for page in node.pages[g]]
+            held = [page for table in tables for page in table.held(g)]
+            holds = np.bincount([0, *kept, *held], minlength=pool.num_pages)
             if not np.array_equal(holds, pool.refs):
                 wrong = np.flatnonzero(holds != pool.refs)[:8]
                 counts = f"{pool.refs[wrong]} holds, {holds[wrong]} known holders"
                 got = f"group {g}, pages {wrong}: {counts}"
                 raise RuleError("every hold has a holder", got, OUR_BUG)
-        self._check_tree()
+            if g in self.groups:
+                self._check_group(g, nodes, kept)
+        if any(map(self._useless, nodes)):
+            rule = "a leaf that cannot be matched is removed"
+            raise RuleError(rule, "one that is not", OUR_BUG)
+
+    def _check_group(self, g: int, nodes: list[Node], pages: list[int]) -> None:
+        pool, order, spec = self.groups[g], self._order[g], self.specs[g]
+        marks = np.bincount(np.array(pages, np.int64), minlength=pool.num_pages)
+        if set(order) != {node for node in nodes if node.pages[g]} or (marks != pool.kept).any():
+            held = f"group {g}: {len(pages)} pages in {len(nodes)} nodes"
+            got = f"{held}, {int(pool.kept.sum())} kept, {len(order)} ordered"
+            raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
+        full = [node for node in nodes if node.end and g in self._groups_of(node)]
+        if spec.window is None and any(len(n.pages[g]) * spec.page_size != self.unit for n in full):
+            raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
 
     def _child(self, node: Node, key: Ids | Root, end: int) -> Node:
         if key not in node.children:
@@ -245,28 +262,3 @@ class Prefix:
         groups = self._groups_of(node)
         seen = [g for g in groups if keep_from(self.specs[g], node.end) < node.end]
         return any(not node.pages[g] for g in seen) or not any(node.pages)
-
-    def _nodes(self) -> list[Node]:
-        found = [self._top]
-        for node in found:  # grows while it is read
-            found += node.children.values()
-        return found
-
-    def _check_tree(self) -> None:
-        """The orders, the marks and the links tell one story."""
-        nodes = self._nodes()
-        for g, pool in self.groups.items():
-            pages = np.array([page for node in nodes for page in node.pages[g]], np.int64)
-            listed = set(self._order[g]) == {node for node in nodes if node.pages[g]}
-            kept = np.array_equal(np.bincount(pages, minlength=pool.num_pages), pool.kept)
-            if not listed or not kept:
-                held = f"group {g}: {len(pages)} pages in {len(nodes)} nodes"
-                got = f"{held}, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
-                raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
-            whole, window = self.unit // self.specs[g].page_size, self.specs[g].window
-            full = [node for node in nodes if node.end and g in self._groups_of(node)]
-            if window is None and any(len(node.pages[g]) != whole for node in full):
-                raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
-        if any(map(self._useless, nodes)):
-            rule = "a leaf that cannot be matched is removed"
-            raise RuleError(rule, "one that is not", OUR_BUG)
