@@ -399,11 +399,11 @@ def test_a_work_that_makes_no_sense_is_refused(fields, match):
         b.build(b.work(0, 3)._replace(**fields))
 
 
-def test_a_fresh_group_takes_whole_requests():
+def test_a_fresh_group_computes_whole_requests():
     b = Batch(FRESH)
     b.check(b.build(b.work(0, 3), b.work(0, 1)))
-    with pytest.raises(RuleError, match="whole requests"):
-        b.build(RequestWork(2, 3, (None,)))
+    with pytest.raises(PlanError, match="whole requests"):
+        b.check(b.build(RequestWork(2, 3, (None,))))
 
 
 @settings(max_examples=60, deadline=None)

@@ -221,7 +221,7 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     shape = work.shape
     cached_lens = np.asarray(work.cached_lens, np.int64)
     tables = work.tables or PageTables(specs, len(work))
-    _check_lens(any(tables.fresh), shape, cached_lens)
+    _check_lens(shape, cached_lens)
     tables.update(work.pages)
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
     rows = Rows(frozen(positions), frozen(positions + 1 - shape.list_lens))
@@ -390,13 +390,10 @@ def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]
             raise RuleError(rule, f"row {row} of {new_len}", "Count from 0 within the request")
 
 
-def _check_lens(fresh: bool, shape: BatchShape, cached_lens: NDArray[np.int64]) -> None:
+def _check_lens(shape: BatchShape, cached_lens: NDArray[np.int64]) -> None:
     least = int(cached_lens.min(initial=0))
     if least < 0:
         raise RuleError(SOME_ROW, f"cached_len={least}", "Leave it out")
     most = int((cached_lens + shape.new_lens).max(initial=0))
     if most > INT32_MAX:
         raise RuleError(IN_INT32, f"{most} keys and new rows", "Shorten the request")
-    if fresh and (cached_lens.any() or len(shape.nodes)):
-        rule, got = "a fresh group takes whole requests", f"cached_len={cached_lens.max()}"
-        raise RuleError(rule, got, "Do not chunk an embedding or an encoder")

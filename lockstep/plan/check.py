@@ -65,7 +65,7 @@ def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
         offsets = np.arange(len(plan.positions)) - plan.q_indptr[:-1][plan.request]
         if not (plan.positions == offsets).all():
             rule, got = "a fresh group computes whole requests", "rows that start after position 0"
-            raise PlanError(rule, got, "Do not chunk them")
+            raise PlanError(rule, got, "Do not chunk an embedding or an encoder")
 
 
 def _check_rows(plan: StepPlan) -> None:
