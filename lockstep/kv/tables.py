@@ -269,14 +269,10 @@ def pages_for(keys: int, spec: GroupSpec) -> int:
     return -(-keys // spec.page_size)
 
 
-def peak_pages(spec: GroupSpec, keys: int, step_len: int) -> int:
-    """The most pages that a request of `keys` keys holds if steps add at most `step_len` rows."""
-    return held_pages(spec, keys, 1, step_len)
-
-
-def held_pages(spec: GroupSpec, keys: int, requests: int, step_len: int) -> int:
-    """The same of `requests` requests with `keys` keys in all. Behind a window one that grows by s
-    rows holds [keep_from(c), c + s): at most (window - 1 + s + page_size - 2) // page_size + 1."""
+def peak_pages(spec: GroupSpec, keys: int, step_len: int, requests: int = 1) -> int:
+    """The most pages that requests of `keys` keys in all hold if steps add at most `step_len` rows.
+    Behind a window one that grows by s rows holds [keep_from(c), c + s): at most
+    (window - 1 + s + page_size - 2) // page_size + 1."""
     if spec.window is None:
         return pages_for(keys, spec)
     slots = requests * (spec.window + 2 * spec.page_size - 3) + step_len

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.config import EngineConfig
 from lockstep.kv.pool import all_bytes, check_fits, group_bytes, slot_bytes
-from lockstep.kv.tables import held_pages
+from lockstep.kv.tables import peak_pages
 from lockstep.order import stored_len
 from lockstep.types import GroupSpec, Layout, RuleError
 
@@ -54,8 +54,8 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
     """Pages of one group, null page included, for `tokens` cached keys."""
     if spec.layout is Layout.FRESH:
         return 0
-    requests, step_len = config.max_running_requests, config.chunked_prefill_size
-    return held_pages(spec, tokens, requests, step_len) + 1
+    step_len, requests = config.chunked_prefill_size, config.max_running_requests
+    return peak_pages(spec, tokens, step_len, requests) + 1
 
 
 def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:

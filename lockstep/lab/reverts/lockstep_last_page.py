@@ -9,7 +9,7 @@ Mechanism:
 2. Pages are counted for 25: seven.
 3. A cache of six pages refuses a request that it could serve, with an error that says so wrongly.
 Key functions:
-`kv.tables.peak_pages`, which the scheduler asks before it takes a request in.
+`sched.scheduler.Scheduler._peak`, which is asked before a request is taken in.
 Symptom:
 The longest requests are refused; everything else is served.
 Risk and impact:
@@ -23,13 +23,13 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: a capacity off by one"
-TARGET = "lockstep.kv.tables:peak_pages"
+TARGET = "lockstep.sched.scheduler:Scheduler._peak"
 CELLS = ("capacity/llama", "capacity/qwen3")
 RELATED = ("lockstep-arena-full", "lockstep-bucket-full")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def peak_pages(spec: Any, keys: int, step_len: int) -> Any:
-        return old(spec, keys + 1, step_len)
+    def _peak(self: Any, spec: Any, g: int, keys: int, step_len: int) -> Any:
+        return old(self, spec, g, keys + 1, step_len)
 
-    return peak_pages
+    return _peak
