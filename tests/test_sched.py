@@ -14,6 +14,7 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -33,9 +34,9 @@ from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
     DraftTree,
-    Piece,
     Request,
     RequestSpec,
+    ScheduledRows,
     ScheduledStep,
 )
 from lockstep.sched.scheduler import Scheduler
@@ -44,6 +45,28 @@ from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 ATTN = (AttnSpec(0.5),)
 VOCABULARY = 4
 LONG = "long"  # the tenant whose texts end by length alone
+
+
+class Piece(NamedTuple):
+    """A request's share of one step."""
+
+    rows: ScheduledRows
+    ids: tuple[int, ...]
+    cached_len: int
+
+    @property
+    def request(self) -> Request:
+        return self.rows.request
+
+    @property
+    def new_len(self) -> int:
+        return self.rows.new_len
+
+
+def pieces(step: ScheduledStep) -> list[Piece]:
+    ids = np.split(step.ids, step.batch.begins[1:-1])
+    columns = zip(step.batch.rows, ids, step.cached_lens.tolist(), strict=True)
+    return [Piece(rows, tuple(own.tolist()), cached_len) for rows, own, cached_len in columns]
 
 
 def full(page_size: int) -> GroupSpec:
@@ -197,8 +220,8 @@ class World:
         step = self.scheduler.schedule()
         if step is not None:
             self.steps.append(step)
-            assert 0 < sum(p.new_len for p in step.pieces) <= self.limits.chunked_prefill_size
-            assert sum(len(p.rows.emit) for p in step.pieces) <= self.limits.chunked_prefill_size
+            assert 0 < sum(p.new_len for p in pieces(step)) <= self.limits.chunked_prefill_size
+            assert sum(len(p.rows.emit) for p in pieces(step)) <= self.limits.chunked_prefill_size
             assert len(self.scheduler.running) <= self.limits.max_running_requests
             self.launch(step)
         return step
@@ -207,15 +230,15 @@ class World:
         plan = build(step.kind.specs, step.work)
         pools = [self.pools[g] for g in step.kind.groups]
         plan_check.check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in pools))
-        known = [self.known(piece) for piece in step.pieces]
+        known = [self.known(piece) for piece in pieces(step)]
         self.scheduler.advance(step)
         for g, group in zip(step.kind.groups, plan.groups, strict=True):
             if isinstance(group, PagedGroup):
                 self.write(g, group, step, known)
                 self.read(g, group, step, plan, known)
-        for piece in step.pieces:
+        for piece in pieces(step):
             self.note_scores(piece)
-        pairs = zip(step.pieces, known, strict=True)
+        pairs = zip(pieces(step), known, strict=True)
         found = [entry for pair in pairs for entry in self.sampled(*pair)]
         self.last = [entry.token_ids[0] for entry in found]
         self.launched.append((step, found))
@@ -234,7 +257,7 @@ class World:
         """The tokens of a request before those that the piece samples; nobody asks the request for
         them, which would take it out of the columns."""
         request = piece.request
-        tokens = text(request.spec, request.index, piece.known_len)
+        tokens = text(request.spec, request.index, piece.rows.known_len(piece.cached_len))
         whole = request.spec.embed or piece.rows.cross_new or piece.rows.parents is not None
         begin = piece.cached_len
         ids = [self.last[-1 - t] if t < 0 else t for t in piece.ids]
@@ -268,7 +291,7 @@ class World:
         store = self.store[g]
         values = [store[int(a)] for a, _ in group.moves]
         store.update((int(to), value) for (_, to), value in zip(group.moves, values, strict=True))
-        rows = [row for each in zip(step.pieces, known, strict=True) for row in self.rows(*each)]
+        rows = [row for each in zip(pieces(step), known, strict=True) for row in self.rows(*each)]
         if len(group.write_slots):
             store.update(zip(group.write_slots.tolist(), rows, strict=True))
 
@@ -276,7 +299,7 @@ class World:
         self, g: int, group: PagedGroup, step: ScheduledStep, plan: StepPlan, known: list[list[int]]
     ) -> None:
         spec, store = group.spec, self.store[g]
-        for i, piece in enumerate(step.pieces):
+        for i, piece in enumerate(pieces(step)):
             ask, begin, end = piece.request.spec, 0, int(group.kv_lens[i])
             if spec.layout is Layout.CROSS:
                 assert end == len(ask.encoder_ids)
@@ -558,7 +581,7 @@ def test_decoding_goes_first_and_prompts_fill_the_rest():
     w.finish(w.start())
     late = w.scheduler.add(RequestSpec((2,) * 20, 4))
     step = w.start()
-    assert [(p.request, p.new_len) for p in step.pieces] == [*((r, 1) for r in early), (late, 7)]
+    assert [(p.request, p.new_len) for p in pieces(step)] == [*((r, 1) for r in early), (late, 7)]
     w.finish(step)
     w.run()
     for request in (*early, late):
@@ -576,7 +599,7 @@ def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w.run()
     for step in w.steps:
         assert step.kind.groups in ((0, 1), (2, 1), (2,))
-        assert len({(p.request.spec.embed, p.rows.cross_new > 0) for p in step.pieces}) == 1
+        assert len({(p.request.spec.embed, p.rows.cross_new > 0) for p in pieces(step)}) == 1
     whole = [step.kind.name != GENERATE for step in w.steps]
     assert not any(a and b for a, b in pairwise(whole[:6])), (
         "generation is not held up by embeddings"
@@ -629,7 +652,7 @@ def test_completions_share_the_prompt_and_each_ends_alone():
     w = world(HYBRID, 200, size=16)
     request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=4))
     step = w.start()
-    assert step.pieces[0].rows.emit == (12,) * 4
+    assert pieces(step)[0].rows.emit == (12,) * 4
     w.finish(step)
     tables = [r.table for r in request.siblings or [request]]
     assert len({tuple(t.span(0, 0, 12)) for t in tables}) == 1, (
@@ -725,7 +748,7 @@ def test_a_row_names_the_sample_of_the_step_before_until_that_is_settled():
     requests = [w.scheduler.add(RequestSpec((1, i), 5, tenant=LONG)) for i in range(3)]
     first = w.start()
     second = w.start()
-    assert [piece.ids for piece in second.pieces] == [(-1,), (-2,), (-3,)]
+    assert [piece.ids for piece in pieces(second)] == [(-1,), (-2,), (-3,)]
     w.finish(first)
     assert [r.tokens[2] for r in requests] == [sample(r.spec, r.tokens[:2], 0)[0] for r in requests]
     assert all(r.tokens[3] < 0 and r.launched_in == second.number for r in requests)
@@ -745,7 +768,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
                 while len(w.launched) > (request.finish is None):
                     w.finish()
             assert output(request) == want and request.finish == "stop"
-            rows = sum(piece.new_len for step in w.steps for piece in step.pieces)
+            rows = sum(piece.new_len for step in w.steps for piece in pieces(step))
             assert rows == len(ask.prompt) + len(want), "one more than is needed"
             cached = w.scheduler.tree.cached(0)
             assert cached == (len(ask.prompt) + len(want) - 1) // 4, "the last key is not cached"
@@ -763,10 +786,10 @@ def test_who_needs_values_or_has_all_its_tokens_waits_and_who_counts_does_not():
     )
     w.start()
     second = w.start()
-    assert [piece.request for piece in second.pieces] == [goes]
+    assert [piece.request for piece in pieces(second)] == [goes]
     w.finish()
     third = w.start()
-    assert [piece.request for piece in third.pieces] == [waits, goes] and ends.finish == "length"
+    assert [piece.request for piece in pieces(third)] == [waits, goes] and ends.finish == "length"
     w.finish()
     w.finish()
     w.run()
@@ -826,8 +849,8 @@ def test_who_is_in_the_step_already_is_not_preempted_for_another():
     high = w.scheduler.add(RequestSpec((2,) * 60, 4, priority=1))
     held_up = 0
     while (step := w.start()) is not None:
-        assert all(piece.request.running for piece in step.pieces)
-        held_up += high.running and all(piece.request is not high for piece in step.pieces)
+        assert all(piece.request.running for piece in pieces(step))
+        held_up += high.running and all(piece.request is not high for piece in pieces(step))
         w.finish(step)
     assert held_up, "the prompt ran out of pages behind requests that had their rows already"
     for request in (*low, high):

@@ -90,21 +90,21 @@ class InstrumentedEngine(Engine):
         return result, accepted
 
     def _note(self, step: ScheduledStep) -> None:
-        pieces, tree, running = step.pieces, self.scheduler.tree, len(self.scheduler.running)
+        batch, tree, running = step.batch, self.scheduler.tree, len(self.scheduler.running)
         limit, before = self.config.max_running_requests, self.cached
         self.cached = Counter({g: tree.cached(g) for g in tree.groups})
         self.seen["evicted_pages"] += (before - self.cached).total()
-        self.seen["above_limit"] += max(running, len(pieces)) > limit
+        self.seen["above_limit"] += max(running, len(batch.rows)) > limit
         self.seen["held_back"] += running == limit and bool(self.scheduler.waiting)
         self.seen["steps"] += 1
-        self.seen["batched_steps"] += len(pieces) > 1
-        self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
-        for piece in pieces:
-            prompt_len = len(piece.request.spec.prompt)
-            self.seen["chunks"] += piece.known_len < prompt_len
-            self.seen["late_ids"] += sum(token < 0 for token in piece.ids)
-            if piece.new_len > 1 and piece.known_len > prompt_len:
-                self.seen["recomputed_rows"] += piece.new_len
+        self.seen["batched_steps"] += len(batch.rows) > 1
+        self.seen["mixed_steps"] += len({n > 1 for n in batch.new_lens}) > 1
+        self.seen["late_ids"] += int((step.ids < 0).sum())
+        for rows, cached_len in zip(batch.rows, step.cached_lens.tolist(), strict=True):
+            known_len, prompt_len = rows.known_len(cached_len), len(rows.request.spec.prompt)
+            self.seen["chunks"] += known_len < prompt_len
+            if rows.new_len > 1 and known_len > prompt_len:
+                self.seen["recomputed_rows"] += rows.new_len
         for watch in self.watchers:
             watch(self, step)
 

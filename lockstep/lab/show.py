@@ -116,13 +116,13 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
         if engine not in known:
             known.append(engine)
             acts.append({"act": "engine", "number": len(known), **asdict(engine.config)})
-        for piece in step.pieces:
-            asked = {key: getattr(piece, key) for key in ("new_len", "cached_len")}
-            rows = {"samples": piece.rows.samples, "emitted": len(piece.rows.emit)}
-            who = {"request": piece.request.arrival, "index": piece.request.index}
+        for own, cached_len in zip(step.batch.rows, step.cached_lens.tolist(), strict=True):
+            asked = {"new_len": own.new_len, "cached_len": cached_len}
+            rows = {"samples": own.samples, "emitted": len(own.emit)}
+            who = {"request": own.request.arrival, "index": own.request.index}
             acts.append({"act": "piece", **who, **asked, **rows})
         plan = build(step.kind.specs, step.work)
-        names = [piece.request.arrival for piece in step.pieces]
+        names = [request.arrival for request in step.batch.requests]
         launch = describe(plan, step.kind.groups, names) | {"rows": []}
         told.append({"step": len(told), "acts": acts, "launches": [launch]})
 

@@ -50,7 +50,7 @@ from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
 from lockstep.sample.sampler import Logprobs, RowBatch
-from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, RequestSpec, ScheduledStep
+from lockstep.sched.request import AcceptedTokens, Batch, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
 from lockstep.spec.draft import DraftModel, DraftSetup
@@ -435,20 +435,23 @@ class Engine:
     def _scored(
         self, step: ScheduledStep, rows: SampledRows, logits: Tensor
     ) -> tuple[ScoreUpdate, ...]:
-        """Log-probabilities of tokens that were given."""
+        """Log-probabilities of tokens that were given: a row tells of the next one."""
         updates: list[ScoreUpdate] = []
         for i, begin in rows.scored:
-            generation, piece = rows.generations[i], step.piece(i)
-            end = begin + len(piece.rows.emit) - piece.rows.samples
-            updates += self._score(generation, piece, logits[begin:end])
-            if piece.rows.samples and piece.request.spec.items:
+            generation, own = rows.generations[i], step.batch.rows[i]
+            first = step.cached_lens.item(i) + own.emit[0] + 1
+            end = begin + len(own.emit) - own.samples
+            updates += self._score(generation, own.request, first, logits[begin:end])
+            if own.samples and own.request.spec.items:
                 updates += self._first_of_items(generation, logits[end])
         return tuple(updates)
 
-    def _score(self, generation: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
-        """The row at position p tells of token p+1: of the prompt, or given behind it."""
-        completion, prompt_ids = generation.completions[piece.request.index], generation.prompt_ids
-        prompt_len, first = len(prompt_ids), piece.cached_len + piece.rows.emit[0] + 1
+    def _score(
+        self, generation: Generation, request: Request, first: int, logits: Tensor
+    ) -> list[ScoreUpdate]:
+        """Rows tell of tokens from number `first` on: of the prompt, or given behind it."""
+        completion, prompt_ids = generation.completions[request.index], generation.prompt_ids
+        prompt_len = len(prompt_ids)
         ids = torch.tensor((*prompt_ids, *completion.token_ids)[first : first + len(logits)])
         split = min(max(prompt_len - first, 0), len(logits))
         prompt = (0, split, generation.prompt_scores, first - 1)
@@ -456,7 +459,7 @@ class Engine:
         tops = (generation.params.top_prompt_logprobs or 0, completion.params.top_logprobs or 0)
         logprobs = partial(sampler.log_probs, self.parts.model.ops)
         return [
-            ScoreUpdate(piece.request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
+            ScoreUpdate(request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
             for (a, b, target, at), k in zip((prompt, behind), tops, strict=True)
             if a < b
         ]

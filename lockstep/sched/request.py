@@ -261,6 +261,10 @@ class ScheduledRows(NamedTuple):
         """Rows that are sampled from, an item's given first token included."""
         return self.samples if self.parents is None else self.new_len
 
+    def known_len(self, cached_len: int) -> int:
+        """Behind so many keys, tokens before those that are sampled: up to the first of `draws`."""
+        return cached_len + self.new_len if self.parents is None else cached_len + 1
+
 
 class Batch:
     """Who computes what in a step: the same value from step to step if the same requests decode."""
@@ -289,27 +293,6 @@ class Batch:
         return tuple(self.shape.q_indptr.tolist())
 
 
-class Piece(NamedTuple):
-    """A request's share of one step. An id that is -1 - k is sample k of the step before."""
-
-    rows: ScheduledRows
-    ids: tuple[int, ...]
-    cached_len: int
-
-    @property
-    def request(self) -> Request:
-        return self.rows.request
-
-    @property
-    def new_len(self) -> int:
-        return self.rows.new_len
-
-    @property
-    def known_len(self) -> int:
-        """Tokens before the ones that it samples, with the first row that is sampled from."""
-        return self.cached_len + (self.new_len if self.rows.parents is None else 1)
-
-
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
     """One forward pass, decided."""
@@ -319,18 +302,9 @@ class ScheduledStep:
     ends: int  # requests that had ended before it
     batch: Batch
     cached_lens: Column  # of every request, before it
-    ids: NDArray[np.int32]  # the token of every row
+    ids: NDArray[np.int32]  # the token of every row; -1 - k is sample k of the step before
     pages: tuple[GroupPages, ...]  # of every request
     members: int = 0  # its first requests are all the members that decode
-
-    @property
-    def pieces(self) -> list[Piece]:
-        return [self.piece(i) for i in range(len(self.cached_lens))]
-
-    def piece(self, i: int) -> Piece:
-        begin, end = self.batch.begins[i : i + 2]
-        ids = tuple(self.ids[begin:end].tolist())
-        return Piece(self.batch.rows[i], ids, self.cached_lens.item(i))
 
     @property
     def work(self) -> BatchWork:

@@ -23,7 +23,6 @@ from lockstep.sched.request import (
     AcceptedTokens,
     Batch,
     DraftTree,
-    Piece,
     Request,
     RequestSpec,
     ScheduledRows,
@@ -138,13 +137,11 @@ class Scheduler:
                 members.leave(batch.requests[k])
         known_lens = step.cached_lens[:count] + 1
         single = members.settle(batch, known_lens, accepted.token_ids[:count])
-        others, cached_lens = [*single, *range(count, len(batch.rows))], step.cached_lens
-        for i in others:
+        for i in [*single, *range(count, len(batch.rows))]:
             if batch.requests[i].finish is None:
-                piece = Piece(batch.rows[i], (), cached_lens.item(i))
-                begin = batch.first_samples[i]
-                samples = range(begin, begin + piece.rows.sampled)
-                ended += self._settle(piece, [accepted.sample(k) for k in samples])
+                rows, begin = batch.rows[i], batch.first_samples[i]
+                samples = [accepted.sample(k) for k in range(begin, begin + rows.sampled)]
+                ended += self._settle(rows, step.cached_lens.item(i), samples)
         return ended
 
     def check(self) -> None:
@@ -427,10 +424,11 @@ class Scheduler:
 
     # -- after a step
 
-    def _settle(self, piece: Piece, accepted: Sequence[Accepted]) -> list[Request]:
+    def _settle(
+        self, rows: ScheduledRows, cached_len: int, accepted: Sequence[Accepted]
+    ) -> list[Request]:
         """Tokens get their values, keys may be matched; at a prompt's end continuations go on."""
-        rows, request, at = piece.rows, piece.request, piece.known_len
-        spec = request.spec
+        request, spec, at = rows.request, rows.request.spec, rows.known_len(cached_len)
         if rows.cross_new:
             return []
         reason = None if rows.samples or at < len(request.tokens) else "length"
@@ -441,7 +439,7 @@ class Scheduler:
             kept, reason = accepted[0].cut(len(spec.prompt) + spec.max_new_tokens - at)
             request.tokens[at : at + 1] = kept
         if rows.table is not None and rows.table is request.table:
-            self._keep(piece, accepted)
+            self._keep(rows, cached_len, accepted)
         first = [Accepted()] * rows.samples if spec.items else accepted
         forks = [self._fork(request, i, first[i]) for i in range(1, rows.samples)]
         if rows.samples and spec.items:
@@ -473,38 +471,39 @@ class Scheduler:
         if settled_len >= node.end + self.tree.unit:
             request.node = self.tree.insert(node, request.tokens, table, settled_len)
 
-    def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
+    def _keep(self, rows: ScheduledRows, cached_len: int, accepted: Sequence[Accepted]) -> None:
         """The keys of settled rows become matchable; a tree's move with the next step."""
-        rows, request, table = piece.rows, piece.request, piece.request.table
+        request, table = rows.request, rows.table
         assert table is not None, "a request that lost its pages has nothing to keep"
-        request.settled_len = piece.cached_len + piece.new_len
-        if rows.parents is not None:
+        if rows.parents is None:
+            request.settled_len = cached_len + rows.new_len
+        else:
             nodes = accepted[0].nodes
             if len(nodes) != len(accepted[0].token_ids):
                 rule = "a tree's tokens are those behind the nodes that are accepted"
                 got = f"{len(accepted[0].token_ids)} tokens and {len(nodes)} nodes"
                 raise RuleError(rule, got, "Name the path from the root on")
-            request.settled_len = piece.cached_len
-            if rows.chain:
-                request.settled_len += len(nodes)
+            if not rows.chain:  # what is in place already, before it waits for moves
+                request.settled_len = cached_len
+                self._store(request)
+                table.accept(cached_len, nodes)
+            request.settled_len = request.cached_len = cached_len + len(nodes)
         self._store(request)
-        if rows.parents is not None:
-            request.settled_len = request.cached_len = piece.cached_len + len(nodes)
-            if not rows.chain:
-                table.accept(piece.cached_len, nodes)
 
     def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
         """Completion `index` begins: it runs on from the parent's keys, or waits for room."""
         spec = parent.spec
-        kept, reason = accepted.cut(spec.max_new_tokens) if not spec.items else ((), None)
+        kept, reason = accepted.cut(spec.max_new_tokens)
         child = Request(spec, parent.arrival, index, kept)
         child.siblings, child.hit_len = parent.siblings, parent.hit_len
         child.scored_len = child.score_end
         if not parent.siblings:
             parent.siblings.append(parent)
         parent.siblings.append(child)
-        child.finish = child.begin_item() if spec.items else reason
-        if child.finish is not None:
+        if spec.items:
+            reason = child.begin_item()
+        child.finish = reason
+        if reason is not None:
             return child
         table, room = parent.table, len(self.running) < self.config.max_running_requests
         if table is not None and room and self.tree.make_room(table.fork_needs(parent.cached_len)):

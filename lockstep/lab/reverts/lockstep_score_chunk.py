@@ -30,7 +30,7 @@ RELATED = ("lockstep-prompt-scores", "sglang-26329", "vllm-54498")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _score(self: Any, generation: Any, piece: Any, logits: Any) -> Any:
-        return old(self, generation, piece._replace(cached_len=0), logits)
+    def _score(self: Any, generation: Any, request: Any, first: int, logits: Any) -> Any:
+        return old(self, generation, request, 1, logits)
 
     return _score
