@@ -20,7 +20,7 @@ from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.generation import CompletionState
 from lockstep.sample.params import SamplingParams
-from lockstep.sched.decoding import Decoding
+from lockstep.sched.request import Decoding
 from lockstep.types import RuleError
 
 PROMPT, OTHER = list(range(3, 25)), list(range(9, 21))

@@ -17,17 +17,18 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, pages_for, peak_pages
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
-from lockstep.sched.decoding import Decoding, waits
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
     Batch,
+    Decoding,
     DraftTree,
     Request,
     RequestSpec,
     ScheduledRows,
     ScheduledStep,
     StepBuilder,
+    waits,
 )
 from lockstep.types import Layout, OutOfPages, RuleError
 

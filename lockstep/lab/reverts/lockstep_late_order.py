@@ -14,7 +14,7 @@ Mechanism:
    no value yet.
 
 Key functions:
-`sched.decoding.waits`, which says who is held.
+`sched.request.waits`, which says who is held.
 
 Symptom:
 Answers with penalties, or the second of n completions, that differ from those of an engine that
@@ -33,7 +33,7 @@ from typing import Any
 from lockstep.types import INT32_MAX
 
 SOURCE = "class: a step that is scheduled before the one before it is settled"
-TARGET = "lockstep.sched.decoding:waits"
+TARGET = "lockstep.sched.request:waits"
 CELLS = ("engine-late/llama", "engine-late/qwen3")
 RELATED = ("lockstep-late-sample", "lockstep-penalty-preempt")
 
