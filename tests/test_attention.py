@@ -19,9 +19,8 @@ from torch import Tensor
 from lockstep.attention import select
 from lockstep.attention.base import INVARIANCES, Caps, score_constants, visible
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused, RuleError

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from lockstep.attention import reference
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.llm.engine import BUILTIN, Engine, Parts
 from lockstep.llm.output import Speculated
 from lockstep.models import loader

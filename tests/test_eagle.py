@@ -16,8 +16,7 @@ from torch import Tensor
 from lockstep.attention import select
 from lockstep.attention.reference import Backend
 from lockstep.config import EngineConfig
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab.plain.layers import Weights, gated_mlp, linear, rms_norm
 from lockstep.lab.plain.layers import grouped_attention as attention
 from lockstep.lab.tiny import BART, COMMON, CONTEXT, LLAMA, VOCAB, loaded, parts

@@ -38,13 +38,13 @@ TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside function
 FACE = {"cli", "__main__"}
 UNITS = BASE | set(CHAIN) | SIDE | TOOLS | FACE
 # what of kv and run holds numbers, not tensors: all that sched sees of them
-HOST = {"kv": {"pages", "tables", "prefix"}, "run": {"kind"}}
+HOST = {"kv": {"tables", "prefix"}, "run": {"kind"}}
 
 TORCH_FREE = ("plan", "sched", *(f"{u}.{name}" for u, names in HOST.items() for name in names))
 
 
 class Import(NamedTuple):
-    target: str  # dotted, names included: `from lockstep.kv import pages` gives lockstep.kv.pages
+    target: str  # dotted, names included: `from lockstep.kv import tables` gives lockstep.kv.tables
     line: int
     in_function: bool
 
@@ -165,9 +165,9 @@ def test_import_order():
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("lockstep.plan.step", "from lockstep.kv.pages import Pages"),
+        ("lockstep.plan.step", "from lockstep.kv.tables import PagePool"),
         ("lockstep.plan.step", "from lockstep import kv"),
-        ("lockstep.plan.step", "from ..kv import pages"),
+        ("lockstep.plan.step", "from ..kv import tables"),
         ("lockstep.plan.step", "def f():\n    import lockstep.attention.base"),
         ("lockstep.plan.step", "class A:\n    def f(self):\n        from lockstep import LLM"),
         ("lockstep.plan.step", "if TYPE_CHECKING:\n    from lockstep.kv.pool import Pool"),
@@ -204,7 +204,7 @@ def test_the_checker_objects(name: str, source: str):
         ),
         (
             "lockstep.sched.request",
-            "from lockstep.kv import pages, tables\nfrom lockstep.kv.prefix import Prefix\nfrom "
+            "from lockstep.kv import tables\nfrom lockstep.kv.prefix import Prefix\nfrom "
             "lockstep.plan import step\nfrom lockstep.run.kind import StepKind",
         ),
         ("lockstep.llm", "from lockstep.sched import scheduler\nfrom lockstep.text import Detok"),

@@ -90,7 +90,6 @@ def test_an_interrupt_at_any_line_of_a_call_breaks_nothing():
         "llm/engine",
         "llm/generation",
         "sched/scheduler",
-        "kv/pages",
         "kv/tables",
         "kv/prefix",
         "run/runner",

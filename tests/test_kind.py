@@ -9,8 +9,7 @@ import torch
 
 from lockstep.attention.reference import Backend
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab.tiny import BART, LLAMA, QWEN3, loaded
 from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs, kinds_of

@@ -20,9 +20,8 @@ from lockstep.attention.cpu import block_rows, blocks, most_blocks
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.select import DEVICES
-from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
-from lockstep.kv.tables import CacheGroups, PageTable, shared_pages
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable, shared_pages
 from lockstep.lab import tiny
 from lockstep.llm import prompts
 from lockstep.llm.engine import Engine, Launched, Parts, prepare

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.plan import check as rules
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import RequestWork, build, paths

@@ -16,9 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep.kv.pages import NULL_PAGE, PagePool
 from lockstep.kv.prefix import Node, Prefix, Root
-from lockstep.kv.tables import CacheGroups, PageTable, keep_from
+from lockstep.kv.tables import NULL_PAGE, CacheGroups, PagePool, PageTable, keep_from
 from lockstep.plan import check as plan_check
 from lockstep.plan.build import RequestWork, build
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError

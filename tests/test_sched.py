@@ -22,8 +22,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import EngineConfig
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import pages_for, peak_pages
+from lockstep.kv.tables import PagePool, pages_for, peak_pages
 from lockstep.plan import address
 from lockstep.plan import check as plan_check
 from lockstep.plan.build import build

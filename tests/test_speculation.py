@@ -16,8 +16,7 @@ import torch
 from lockstep import cli
 from lockstep.attention import select
 from lockstep.config import EngineConfig
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab import speculative_bits
 from lockstep.lab.speculative import CHAIN, EAGLE3, NGRAM, TREE, drafts, noisy
 from lockstep.lab.tiny import (

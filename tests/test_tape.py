@@ -24,8 +24,7 @@ from lockstep.kernels.cpu import rows as kernel_rows
 from lockstep.kernels.cpu.ops import Ops, kv_write
 from lockstep.kernels.operation import active_modes, marked, operation
 from lockstep.kv import pool as kv_pool
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.ops import Activation

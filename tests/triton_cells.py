@@ -28,9 +28,8 @@ from lockstep.attention import triton as backend
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.triton import launch
 from lockstep.kernels.triton.launch import Tuning
-from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Keys, Pool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.plan.build import RequestWork, build, node_slots
 from lockstep.types import AttnSpec, GroupSpec, Layout
 

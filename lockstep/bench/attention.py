@@ -14,9 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from lockstep.attention import select
 from lockstep.bench.results import Bench, called, note, run_on_card
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
+from lockstep.kv.tables import PagePool
 from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints

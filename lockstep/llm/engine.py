@@ -29,7 +29,7 @@ from lockstep.config import EngineConfig
 from lockstep.folder import has
 from lockstep.kernels.operation import TRANSPARENT
 from lockstep.kernels.select import DEVICES
-from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import PagePool
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import CacheGroups, PageTable
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.plan.build import RequestWork, build, paths
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import ENCODE, Kinds, StepKind, group_specs

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lockstep.config import EngineConfig
-from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
-from lockstep.kv.tables import CacheGroups, PageTable, pages_for, peak_pages
+from lockstep.kv.tables import CacheGroups, PagePool, PageTable, pages_for, peak_pages
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched.request import (
     Accepted,

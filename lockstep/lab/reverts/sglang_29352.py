@@ -14,7 +14,7 @@ Mechanism:
 3. The old slots are freed although the first request still reads and extends them.
 4. A third request takes and fills them.
 Key functions:
-Tombstone recovery in SGLang's radix cache for window models. Here `kv.pages.PagePool.give`, which
+Tombstone recovery in SGLang's radix cache for window models. Here `kv.tables.PagePool.give`, which
 frees a page with its last hold; the
 revert frees it with the first.
 Symptom:
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 SOURCE = "sgl-project/sglang#29352"
-TARGET = "lockstep.kv.pages:PagePool.give"
+TARGET = "lockstep.kv.tables:PagePool.give"
 CELLS = ("fork/dense",)
 RELATED = ("trtllm-12306", "sglang-16507")
 
