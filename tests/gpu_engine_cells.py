@@ -161,7 +161,7 @@ def look(name: str, device: str) -> dict[str, str]:
             chunked_prefill_size=1280,
         )
         parts = load(config)
-    found["certificate"] = "" if parts.certificate.digest != "none" else "nothing was proven"
+    found["certificate"] = "" if parts.certificate != "none" else "nothing was proven"
     if not parts.model.generates:
         alone = engine_of(parts, config, overlap=False, graphs=False)
         want = [vectors(alone, lens_one)[-1] for lens_one in ([5], [5, 70], [5, 70, 300])]

@@ -37,7 +37,6 @@ from lockstep.kernels.cuda import ops
 from lockstep.kernels.triton import launch
 from lockstep.llm.engine import Engine, Parts
 from lockstep.models import loader
-from lockstep.run.certify import Certificate
 from lockstep.sample.params import SamplingParams
 
 PLAIN = SamplingParams(max_tokens=3, temperature=0.8, seed=1, logprobs=2, ignore_eos=True)
@@ -124,7 +123,7 @@ def engine_of(name: str, graphs: bool) -> Engine:
         loaded = loader.load(folder, EngineConfig(device="cuda", load_format="dummy"))
     groups = loaded.model.groups(config.page_size, config.kv_cache_dtype)
     backend, reason = select(None, groups, "cuda", "bfloat16")
-    parts = Parts(loaded.model, loaded.info, None, backend, reason, Certificate(0, (), "none"))
+    parts = Parts(loaded.model, loaded.info, None, backend, reason, "none")
     return Engine(config, parts)
 
 

@@ -23,7 +23,6 @@ from lockstep.llm.engine import BUILTIN, Engine, Parts
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
 from lockstep.plan.build import RequestWork, build
-from lockstep.run.certify import Certificate
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner
@@ -81,7 +80,7 @@ def plain(target) -> Any:
 def answers(target: loader.Loaded, **options: Any) -> tuple[list[Any], Speculated]:
     """Of a batch of mixed parameters, and what was guessed."""
     backend, choice = select(None, target.model.groups(), "cpu", "float32")
-    tokenizer, certificate = Tokenizer.from_folder(BUILTIN), Certificate(0, (), "none")
+    tokenizer, certificate = Tokenizer.from_folder(BUILTIN), "none"
     made = Parts(*target, tokenizer, backend, choice, certificate)
     engine = Engine(EngineConfig(max_total_tokens=4096, **options), made)
     if engine.speculation is not None:

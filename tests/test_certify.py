@@ -197,9 +197,7 @@ def test_a_backend_that_is_wrong_in_half_full_tiles_only_is_not_certified():
 
 def test_a_backend_that_promises_no_bits_has_nothing_to_prove():
     loaded = stretched(tiny.LLAMA)
-    assert (
-        certificates.certify(loaded.model, select.load("reference"), loaded.info).digest == "none"
-    )
+    assert certificates.certify(loaded.model, select.load("reference"), loaded.info) == "none"
 
 
 @pytest.mark.parametrize("limit", [1, 7, 40, 64, 65, 160, 513])

@@ -853,7 +853,6 @@ def an_engine_on_the_table() -> str:
     from lockstep.lab import tiny
     from lockstep.llm.engine import Engine, Parts
     from lockstep.models import loader
-    from lockstep.run.certify import Certificate
     from lockstep.sample.params import SamplingParams
     from lockstep.types import Choice
 
@@ -869,7 +868,7 @@ def an_engine_on_the_table() -> str:
     with TemporaryDirectory() as folder:
         tiny.save(tiny.LLAMA, Path(folder))
         loaded = loader.load(Path(folder), EngineConfig(device="cuda"))
-    backend, unproven = backends.load("triton"), Certificate(0, (), "none")
+    backend, unproven = backends.load("triton"), "none"
     made = Parts(loaded.model, loaded.info, None, backend, Choice("triton", "the test's"), unproven)
     prompts = [tiny.words(n, n) for n in (3, 7)]
     want = [answers([ids], max_total_tokens=128)[0] for ids in prompts]

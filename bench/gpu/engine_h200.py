@@ -37,7 +37,6 @@ from lockstep.kernels.cuda import ops
 from lockstep.kernels.triton.gemm_choice import REFERENCE, GemmChoice
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.models import loader
-from lockstep.run.certify import Certificate
 from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 
@@ -229,7 +228,7 @@ def load_free(config: EngineConfig) -> Parts:
     settled = config.settled("bfloat16")
     groups = loaded.model.groups(settled.page_size, settled.kv_cache_dtype)
     backend, why = select(None, groups, "cuda", "bfloat16")
-    return Parts(loaded.model, loaded.info, None, backend, why, Certificate(0, (), "none"))
+    return Parts(loaded.model, loaded.info, None, backend, why, "none")
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
-from lockstep.run.certify import Certificate, certify
+from lockstep.run.certify import certify
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
@@ -70,7 +70,7 @@ class Parts:
     tokenizer: Tokenizer | None
     backend: Backend
     attention: Choice  # the backend, and why
-    certificate: Certificate
+    certificate: str  # the digest of the bits that were proven, or "none"
     # how its draft model is loaded; None: by the file that is named like the algorithm
     draft: Callable[[DraftSetup], DraftModel] | None = None
 
@@ -93,7 +93,7 @@ class Parts:
             ",".join(f"{package}={version(package)}" for package in packages),
             f"kv={kv_dtype}",
             f"weights={info.weights}",  # the digest of the tensors
-            f"certificate={self.certificate.digest}",  # of layers' kinds and what they computed
+            f"certificate={self.certificate}",  # of layers' kinds and what they computed
         ]
         if info.rope_context is not None:  # what a dynamic rope was stretched for
             fields.append(f"rope_context={info.rope_context}")

@@ -54,15 +54,6 @@ KINDS = ("decode", "chunks", "mixed", "drafts")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """What was proven: the largest row count and the threads tried, and the digest of the bits."""
-
-    rows: int
-    threads: tuple[int, ...]
-    digest: str
-
-
 class NotCertified(RuleError):
     """A row depends on its company: this configuration must not be used."""
 
@@ -346,15 +337,11 @@ def same(a: Tensor, b: Tensor) -> bool:
 # ---- the proofs; each yields what rows are when they are computed alone ----
 
 
-def certify(
-    model: Model, backend: Backend, info: Info, config: EngineConfig | None = None
-) -> Certificate:
-    """Raises NotCertified, naming the first step that differs, unless every row keeps its bits.
-
-    A backend that promises no bits has nothing to prove.
-    """
+def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | None = None) -> str:
+    """The digest of the bits. Raises NotCertified, naming the first step that differs, unless every
+    row keeps its own; "none" of a backend that promises no bits, which has nothing to prove."""
     if backend.caps.order != "canonical":
-        return Certificate(0, (), "none")
+        return "none"
     config = (config or EngineConfig()).settled(str(model.ops.dtype).removeprefix("torch."))
     config = replace(config, chunked_prefill_size=min(config.chunked_prefill_size, MOST_ROWS))
     subject = Subject(one_of_each(model), backend, info, config)
@@ -369,7 +356,7 @@ def certify(
     with torch.no_grad():
         for alone in chain.from_iterable(proof(subject, threads) for proof in proofs):
             digest.update(alone.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return Certificate(max(ROWS, config.chunked_prefill_size), threads, digest.hexdigest()[:16])
+    return digest.hexdigest()[:16]
 
 
 def row_counts(largest: int) -> list[int]:
