@@ -119,19 +119,9 @@ class CacheGroups:
         return [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
 
     @cached_property
-    def windows(self) -> list[tuple[int, PagePool]]:
-        """Those whose first pages go."""
-        return [(g, pool) for g, pool in self.cached if self.specs[g].window is not None]
-
-    @cached_property
     def stored(self) -> list[int]:
         """Those that grow with the request."""
         return [g for g, _ in self.cached if self.specs[g].layout is not Layout.CROSS]
-
-    def plain(self) -> "CacheGroups":
-        """Of a request without a draft."""
-        pools = [None if g in self.drafts else pool for g, pool in enumerate(self.pools)]
-        return CacheGroups(self.specs, pools, self.drafts)
 
 
 class PageTable:
@@ -233,7 +223,7 @@ class PageTable:
     def release(self, committed_len: int) -> list[list[int]]:
         """Drops pages that no row from `committed_len` on sees. Returns those freed, per group."""
         freed = self._lists()
-        for g, pool in self.groups.windows:
+        for g, pool in self.groups.cached:
             spec, (page_ids, first, scratch, moves) = self.specs[g], self._own[g]
             hidden_len = keep_from(spec, self._len(g, committed_len)) - first
             count = min(len(page_ids), hidden_len // spec.page_size)

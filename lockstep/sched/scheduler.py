@@ -49,7 +49,8 @@ class Scheduler:
         self.specs = group_specs(kinds.values())
         drafts = kinds[DRAFT].groups if DRAFT in kinds else ()
         self._cache = CacheGroups(self.specs, self.pools, drafts)
-        self._plain_cache = self._cache.plain()  # of requests without a draft
+        plain = [None if g in drafts else pool for g, pool in enumerate(pools)]
+        self._plain_cache = CacheGroups(self.specs, plain, drafts)  # of requests without a draft
         self.tree = Prefix(self._cache)
         self.running: list[Request] = []  # by rank, like the next two
         self.waiting: list[Request] = []
@@ -330,12 +331,8 @@ class Scheduler:
             if not self.tree.make_room(table.needs(*room)):
                 return False
             table.reserve(*room)
-            request.room = self._room(table)
+            request.room = min(map(table.room, table.groups.stored))
         return True
-
-    def _room(self, table: PageTable) -> int:
-        """Keys that the pages of a table have room for."""
-        return min([table.room(g) for g in table.groups.stored])
 
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more, behind the window's; returns for how many."""
@@ -354,7 +351,7 @@ class Scheduler:
             if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
-        request.room = self._room(table)
+        request.room = min(map(table.room, table.groups.stored))
         return want
 
     def _whole(self) -> ScheduledStep | None:
