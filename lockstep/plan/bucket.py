@@ -98,8 +98,12 @@ def pad_lens(tokens: int, requests: int) -> Ints:
 
 def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
     """`plan` in the shape of `bucket`. The real entries stay first and unchanged."""
-    real = plan.real
-    _check_fits(plan, bucket)
+    real, have = plan.real, plan.bucket
+    for name in ("requests", "tokens", "emits", "tail", "pages", "writes", "moves"):
+        need, capacity = getattr(have, name), getattr(bucket, name)
+        if np.greater(need, capacity).any():
+            rule = f"a plan fits its bucket: at most {capacity} {name}"
+            raise RuleError(rule, str(need), "Use a larger bucket")
     pads = pad_lens(bucket.tokens - real.tokens, bucket.requests - real.requests)
     positions = np.concatenate([NO_PAGES, *(np.arange(n, dtype=np.int32) for n in pads)])
     groups = [
@@ -136,20 +140,3 @@ def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: 
 
 def _fill(array: Ints, size: int) -> Ints:
     return joined(array, np.zeros((size - len(array), *array.shape[1:]), np.int32))
-
-
-def _check_fits(plan: StepPlan, bucket: Bucket) -> None:
-    """Padding never shortens: every count of the plan is at most the bucket's."""
-    have = plan.bucket
-    if (have.requests, have.tokens) != (plan.real.requests, plan.real.tokens):
-        rule = "a plan is padded once"
-        raise RuleError(rule, f"{have} around {plan.real}", "Pad the unpadded plan")
-    for name in ("requests", "tokens", "emits", "tail", "pages", "writes", "moves"):
-        need, capacity = getattr(have, name), getattr(bucket, name)
-        if np.greater(need, capacity).any():
-            rule = f"a plan fits its bucket: at most {capacity} {name}"
-            raise RuleError(rule, str(need), "Use a larger bucket")
-    if bucket.tokens > have.tokens and bucket.requests == have.requests:
-        rule = "pad rows need a pad request"
-        got = f"{bucket.tokens - have.tokens} pad rows, 0 pad requests"
-        raise RuleError(rule, got, "Use a bucket with more requests")
