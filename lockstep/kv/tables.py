@@ -256,12 +256,12 @@ class PageTable:
             if begin < end:
                 positions = np.arange(begin, end, dtype=np.int32)
                 sources = self.slots(g, positions)
-                child._move(g, sources, positions)
+                child.move(g, sources, positions)
                 child._sources[g] = [int(sources[0]) // size]
                 pool.share(child._sources[g])
         return child
 
-    def _move(self, g: int, sources: Ints, positions: Ints) -> None:
+    def move(self, g: int, sources: Ints, positions: Ints) -> None:
         """The keys in these slots belong to these positions."""
         moves = np.stack((sources, self.slots(g, positions)), 1)
         self._set(g, self._own[g]._replace(moves=joined(self._own[g].moves, moves)))
@@ -292,7 +292,7 @@ class PageTable:
         for g in self.groups.stored:
             if g not in self.groups.drafts:
                 sources = build.node_slots(self.specs[g], self._own[g], ints(nodes))
-                self._move(g, sources, positions)
+                self.move(g, sources, positions)
 
     def held(self, g: int) -> list[int]:
         """Every hold of this table on pages of group g, one entry per hold."""

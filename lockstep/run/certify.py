@@ -227,14 +227,11 @@ class KnownRequest:
                 done = end
 
     def _copy_keys(self, begin: int, end: int) -> None:
-        """Positions [begin, end) get keys and values of rows that were computed."""
-        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, max(0, end - begin))
-        positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
-        for g in self.groups if begin < end else ():
-            moves = np.stack([self.table.slots(g, each) for each in positions], 1)
-            pool = self.driver.runner.pools[g]
-            if pool is not None:
-                pool.move(torch.from_numpy(moves).to(pool.ops.device))
+        """With the next step positions [begin, end) get keys and values of computed rows."""
+        positions = np.arange(begin, end, dtype=np.int32)
+        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, len(positions))
+        for g in self.groups:
+            self.table.move(g, self.table.slots(g, drawn.astype(np.int32)), positions)
 
     def _run(self, ranges: Sequence[RowRange], tables: Sequence[PageTable]) -> Tensor:
         shares = [
