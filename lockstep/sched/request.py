@@ -113,8 +113,6 @@ class DraftTree(NamedTuple):
 
     @property
     def depth(self) -> int:
-        if self.chain:
-            return len(self.parents)
         return max(map(len, paths((-1, *self.parents), len(self.parents) + 1))) - 1
 
 
@@ -188,8 +186,6 @@ class Request:
     def fitting_len(self, tokens: int, emits: int) -> int:
         """How many of its missing rows it may compute in a step with so much room."""
         new_len = min(self.missing_len, tokens)
-        if new_len + self.spec.continuations <= emits:
-            return new_len  # as many as it could ever emit
         while new_len > 0 and (over := self.emits(new_len) - emits) > 0:
             new_len -= 1 if self.samples(new_len) else over
         return max(0, new_len)
@@ -205,12 +201,11 @@ class Request:
 
     def tree_rows(self, draft: DraftTree) -> "ScheduledRows":
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
-        last, nodes = self.last_tree, 1 + len(draft.token_ids)
-        if last is None or last.table is not self.table or last.parents != (-1, *draft.parents):
-            emit, parents = tuple(range(nodes)), (-1, *draft.parents)
-            table, chain = self.table, draft.chain
-            last = ScheduledRows(self, nodes, emit, 1, table, parents=parents, chain=chain)
-            self.last_tree = last
+        last, parents = self.last_tree, (-1, *draft.parents)
+        if last is None or last.table is not self.table or last.parents != parents:
+            emit = tuple(range(len(parents)))
+            last = ScheduledRows(self, len(parents), emit, 1, self.table)
+            last = self.last_tree = last._replace(parents=parents, chain=draft.chain)
         return last
 
     def launch(self, rows: "ScheduledRows", sample: int, step: int) -> None:
