@@ -327,30 +327,29 @@ class Scheduler:
             return False
         if nodes or kv_len > request.room:
             table.release(request.settled_len)
-            room = (kv_len, nodes, len(request.spec.encoder_ids))
-            if not self.tree.make_room(table.needs(*room)):
+            if not self.tree.make_room(table.needs(kv_len, nodes)):
                 return False
-            table.reserve(*room)
+            table.reserve(kv_len, nodes)
             request.room = min(map(table.room, table.groups.stored))
         return True
 
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more, behind the window's; returns for how many."""
-        table, begin, cross_len = request.table, request.cached_len, len(request.spec.encoder_ids)
+        table, begin = request.table, request.cached_len
         assert table is not None, "a request without a table has no turn"
         self._store(request)
         table.release(request.settled_len)
         try:
-            table.reserve(begin + want, cross_len=cross_len)
+            table.reserve(begin + want)
         except OutOfPages:  # one eviction for all who outgrow their pages: a page each and group
             members, stored = self._members, self._cache.stored
             grown = len(members.due(self.settled)) + len(self.running) - len(members)
             self.tree.make_room([grown * (g in stored) for g in range(len(self.specs))])
             rooms = [table.room(g, self.tree.available(g)) for g in table.groups.stored]
             want = min(want, min(rooms) - begin)
-            if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
+            if want < 1 or not self.tree.make_room(table.needs(begin + want)):
                 return 0
-            table.reserve(begin + want, cross_len=cross_len)
+            table.reserve(begin + want)
         request.room = min(map(table.room, table.groups.stored))
         return want
 
