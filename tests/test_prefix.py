@@ -385,7 +385,7 @@ def test_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
     w.commit(writer)
     assert [w.node(*ids(n)).pages[0] for n in (4, 8, 12, 16)] == before
     assert all(w.node(*ids(n)).pages[1] for n in (4, 8, 12, 16)), "what was lost is adopted"
-    assert writer.table.span(0, 0, 16) == reader.table.span(0, 0, 16), (
+    assert writer.table.held(0)[:4] == reader.table.held(0)[:4], (
         "a duplicate is given up for the cached page"
     )
     w.verify()

@@ -204,11 +204,8 @@ class Prefix:
 
     def _merge(self, node: Node, g: int, table: PageTable) -> None:
         """The tree's pages stay, the table's duplicates go, what it alone has is the tree's too."""
-        own, have = table.span(g, node.end - self.unit, node.end), node.pages[g]
-        common = min(len(own), len(have))
-        if common:
-            table.swap(g, node.end - common * self.specs[g].page_size, have[-common:])
-        missing = own[: len(own) - common]
+        have = node.pages[g]
+        missing = table.merge(g, node.end - self.unit, node.end, have)
         if missing:
             self.groups[g].keep(missing)
             node.pages[g] = missing + have

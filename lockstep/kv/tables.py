@@ -160,26 +160,21 @@ class PageTable:
         pool.share(pages)
         self._set(g, RequestPages(ints(pages), first_pos))
 
-    def span(self, g: int, begin: int, end: int) -> list[int]:
-        """The pages of the page-aligned positions [begin, end) that are still held: the last."""
-        size, (page_ids, first, _, _) = self.specs[g].page_size, self._own[g]
+    def merge(self, g: int, begin: int, end: int, pages: list[int]) -> list[int]:
+        """The cached `pages` of the last page-aligned positions of [begin, end) replace the
+        request's own, which go back. Returns those before them, which it alone has."""
+        pool, size, (page_ids, first, _, _) = self.pools[g], self.specs[g].page_size, self._own[g]
         at, until = (max(0, p - first) // size for p in (begin, end))
-        return list(page_ids[at:until].tolist())
-
-    def swap(self, g: int, begin: int, pages: Sequence[int]) -> None:
-        """From `begin` on, `pages` replace the request's own of the same keys, which go back."""
-        pool, (page_ids, first, _, _) = self.pools[g], self._own[g]
-        at = (begin - first) // self.specs[g].page_size
-        own = page_ids[at : at + len(pages)].tolist()
-        if pool is None or at < 0 or len(own) != len(pages):
-            rule = "a page is swapped for one of the same keys"
-            raise RuleError(rule, f"{len(pages)} for {len(own)} from {begin}", "Swap what is held")
-        if own != list(pages):
-            pool.share(pages)
-            pool.give(own)
-            swapped = page_ids.copy()
-            swapped[at : at + len(pages)] = pages
-            self._set(g, self._own[g]._replace(page_ids=frozen(swapped)))
+        own: list[int] = page_ids[at:until].tolist()
+        alone = len(own) - min(len(own), len(pages))
+        duplicates, cached = own[alone:], pages[len(pages) - len(own) + alone :]
+        if pool is not None and duplicates != cached:
+            pool.share(cached)
+            pool.give(duplicates)
+            merged = page_ids.copy()
+            merged[at + alone : until] = cached
+            self._set(g, self._own[g]._replace(page_ids=frozen(merged)))
+        return own[:alone]
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
         """Pages for so many keys, nodes and encoder keys: in all groups or none (OutOfPages)."""
@@ -194,12 +189,10 @@ class PageTable:
                 pool.give(got)
             raise
         for g, _, pages, got in taken:
-            page_ids, first, scratch_ids, moves = self._own[g]
-            if pages:
-                page_ids = joined(page_ids, got[:pages])
-            if got[pages:]:
-                scratch_ids = joined(scratch_ids, got[pages:])
-            self._set(g, RequestPages(page_ids, first, scratch_ids, moves))
+            own = self._own[g]
+            page_ids = joined(own.page_ids, got[:pages])
+            scratch_ids = joined(own.scratch, got[pages:])
+            self._set(g, RequestPages(page_ids, own.first_pos, scratch_ids, own.moves))
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""
@@ -225,6 +218,8 @@ class PageTable:
         freed = self._lists()
         for g, pool in self.groups.cached:
             spec, (page_ids, first, scratch, moves) = self.specs[g], self._own[g]
+            if spec.window is None:
+                continue
             hidden_len = keep_from(spec, self._len(g, committed_len)) - first
             count = min(len(page_ids), hidden_len // spec.page_size)
             if count > 0:
