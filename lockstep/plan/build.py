@@ -106,14 +106,12 @@ class PageTables:
             known[i] = pages[i]
 
     def _check(self, pages: tuple[RequestPages | None, ...]) -> None:
-        if len(pages) != len(self.specs):
-            rule = "a request has one entry of pages per group"
-            got = f"{len(pages)} for {len(self.specs)} groups"
-            raise RuleError(rule, got, "Use None for a fresh group")
         missing = [own is None for own in pages]
         if missing != self.fresh:
-            rule = "a cached group needs pages and a fresh one has none"
-            raise RuleError(rule, f"None={missing}, fresh={self.fresh}", "Reserve pages first")
+            entries = "a request has one entry of pages per group"
+            rule = f"{entries}: a cached group needs pages and a fresh one has none"
+            got = f"None={missing}, fresh={self.fresh}"
+            raise RuleError(rule, got, "Reserve pages first, use None for a fresh group")
 
 
 @dataclass(frozen=True, eq=False)
