@@ -137,13 +137,10 @@ class PageTable:
         self._own = [RequestPages() for _ in self.specs]
         self.draft_state: Any = None  # what a draft keeps for the keys behind `draft_len`
         # the parent's pages that a fork's pending moves read: held until then
-        self._sources: list[list[int]] = self._lists()
+        self._sources: list[list[int]] = [[] for _ in self.specs]
         # what `views` answered last, until something changes
         self._views: dict[tuple[int, ...], tuple[RequestPages | None, ...]] = {}
         self.pending = False  # keys are still to be moved to their places by the next step
-
-    def _lists(self) -> list[list[int]]:
-        return [[] for _ in self.specs]
 
     def _set(self, g: int, own: RequestPages) -> None:
         """Group g has these from now on."""
@@ -213,9 +210,8 @@ class PageTable:
         scratch = pages_for(nodes, spec) - len(self._own[g].scratch)
         return max(0, pages), max(0, scratch)
 
-    def release(self, committed_len: int) -> list[list[int]]:
-        """Drops pages that no row from `committed_len` on sees. Returns those freed, per group."""
-        freed = self._lists()
+    def release(self, committed_len: int) -> None:
+        """Drops pages that no row from `committed_len` on sees."""
         for g, pool in self.groups.cached:
             spec, (page_ids, first, scratch, moves) = self.specs[g], self._own[g]
             if spec.window is None:
@@ -225,8 +221,7 @@ class PageTable:
             if count > 0:
                 first += count * spec.page_size
                 self._set(g, RequestPages(page_ids[count:], first, scratch, moves))
-                freed[g] = pool.give(page_ids[:count].tolist())
-        return freed
+                pool.give(page_ids[:count].tolist())
 
     def fork(self, committed_len: int) -> "PageTable":
         """A second continuation of the first `committed_len` keys: whole pages are shared, the
@@ -303,16 +298,14 @@ class PageTable:
             self._views[groups] = tuple([self.pages(g) for g in groups])
         return self._views[groups]
 
-    def moved(self, groups: Sequence[int] | None = None) -> list[list[int]]:
-        """A step of these groups, or of all, carried their moves. Returns the pages freed."""
-        freed = self._lists()
+    def moved(self, groups: Sequence[int] | None = None) -> None:
+        """A step of these groups, or of all, carried their moves."""
         for g, pool in self.groups.cached if self.pending else ():
             if groups is None or g in groups:
-                freed[g] = pool.give(self._sources[g])
+                pool.give(self._sources[g])
                 self._sources[g] = []
                 self._set(g, self._own[g]._replace(moves=NO_MOVES))
         self.pending = self.pending and any(len(own.moves) for own in self._own)
-        return freed
 
     def drop_scratch(self) -> None:
         """A plain step has been launched behind the tree's moves: nobody reads its nodes again."""
@@ -327,13 +320,11 @@ class PageTable:
         table, size = (page_ids, np.zeros(2, np.int32), ints([first])), self.specs[g].page_size
         return np.asarray(address.paged(*table, size, 0, positions), np.int32)
 
-    def close(self) -> list[list[int]]:
-        """Gives everything back. Returns the pages freed, per group."""
-        freed = self._lists()
+    def close(self) -> None:
+        """Gives everything back."""
         for g, pool in self.groups.cached:
-            freed[g] = pool.give(self.held(g))
+            pool.give(self.held(g))
         self._empty()
-        return freed
 
 
 def pages_for(keys: int, spec: GroupSpec) -> int:

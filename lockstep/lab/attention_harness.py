@@ -9,6 +9,7 @@ script with other chunks, pages, padding and threads. `cells` and `show` call it
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -95,6 +96,9 @@ class AttentionHarness(Judgement):
         self.runner.arena = self.guarded  # type: ignore[assignment]
         self.runner.checks = setting.checks
         shuffle(self.pages, setting.seed)
+        for g, (own, pool) in enumerate(zip(self.pages, self.pools, strict=True)):
+            if own is not None and pool is not None:
+                own.give = partial(self._give, g, pool, own.give)  # type: ignore[assignment]
         self.tables: dict[int, PageTable] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
         self.pads: dict[tuple[int, int], list[Result]] = {}  # by group and length of a pad request
@@ -113,7 +117,7 @@ class AttentionHarness(Judgement):
             for step in self.script.steps:
                 self._play(step)
             for table in self.tables.values():
-                self._freed(table.close())
+                table.close()
         for pool in filter(None, self.pages):
             pool.check()
             lost = pool.num_pages - 1 - pool.free
@@ -129,7 +133,7 @@ class AttentionHarness(Judgement):
                 self.tables[act.request].accept(act.cached_len, act.nodes)
                 self.counters["accepted_nodes"] += len(act.nodes)
             elif isinstance(act, Drop):
-                self._freed(self.tables.pop(act.request).close())
+                self.tables.pop(act.request).close()
                 self.counters["drops"] += 1
         encoders = [a for a in acts if isinstance(a, Compute) and a.encoder]
         others = [a for a in acts if isinstance(a, Compute) and not a.encoder]
@@ -138,7 +142,7 @@ class AttentionHarness(Judgement):
         if others or not acts:
             self._launch(others, self.decode)
         for act in others:
-            self._freed(self.tables[act.request].release(act.cached_len + act.keep))
+            self.tables[act.request].release(act.cached_len + act.keep)
 
     def plan(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
         """The step's plan, from the same functions the engine uses."""
@@ -176,7 +180,7 @@ class AttentionHarness(Judgement):
             self.note("rules", spoilt.unnoticed(plan, pool_pages))
         self.note("guards", self.guarded.damage())
         for act in computes:
-            self._freed(self.tables[act.request].moved())
+            self.tables[act.request].moved()
 
     def compute(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
         """Runs a step; `results` are what its layers came to."""
@@ -266,13 +270,11 @@ class AttentionHarness(Judgement):
             equal = all(np.array_equal(own[name], given[name]) for name in names)
             self.check("plan", equal, "the image is that of another plan")
 
-    def _freed(self, freed: list[list[int]]) -> None:
+    def _give(self, g: int, pool: Pool, give: Callable[..., list[int]], pages: list[int]) -> None:
         """Pages that nobody holds any more are poisoned again."""
-        for g, pages in enumerate(freed):
-            pool = self.pools[g]
-            if pool is not None and pages:
-                poison(pool, pages)
-                self.used |= {(g, p) for p in pages}
+        freed = give(pages)
+        poison(pool, freed)
+        self.used |= {(g, page) for page in freed}
 
     def _count(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """What the step really was: each equality is only worth something if its path was taken."""
