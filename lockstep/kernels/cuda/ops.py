@@ -23,8 +23,8 @@ MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=1)
 
 
 class Packed(NamedTuple):
-    """A weight, its bias, and who multiplies with it: None for a float32 one, or one of three
-    dimensions."""
+    """A weight, its bias in one row, and who multiplies with it: None for a float32 one, or one of
+    three dimensions."""
 
     weight: Tensor
     bias: Tensor | None
@@ -60,7 +60,8 @@ class Ops:
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """On the device, contiguous; the first weight of a shape chooses for all of them."""
         weight = weight.to(self.device).contiguous()
-        bias = None if bias is None else bias.to(self.device).contiguous()
+        if bias is not None:
+            bias = bias.to(self.device).contiguous().flatten()
         if weight.ndim == 3 or weight.dtype == torch.float32:
             return Packed(weight, bias, None)
         if weight.shape not in self.choices:
@@ -75,16 +76,14 @@ class Ops:
             y = moe.router(x, weight)
         else:
             y = multiply(choices, x, weight, x.new_empty(len(x), len(weight)))
-        return y if bias is None else rowwise.add_bias(y, bias)
+        return rowwise.add_bias(y, bias)
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         """One GEMM per head."""
         t, g, n = len(x), *packed.weight.shape[:2]
         y = x.new_empty(t, g, n)
         gemm(x, packed.weight, y, FEW if t <= FEW.rows else MANY)
-        if packed.bias is None:
-            return y
-        return rowwise.add_bias(y.view(t, g * n), packed.bias.flatten()).view(t, g, n)
+        return rowwise.add_bias(y.view(t, g * n), packed.bias).view(t, g, n)
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: moe.Routes) -> Tensor:
         """One GEMM per expert, in one launch."""

@@ -45,12 +45,12 @@ def write_kernel(x, cache, slots, scale, x_token, x_head, KV_HEADS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=("count",))
-def move_kernel(storages, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """`count` rows of one storage and one run of WORDS 4-byte words per program: all are read
     before one is written."""
-    storage = storages + 2 * tl.program_id(0)
-    base = tl.load(storage).to(tl.pointer_type(tl.int32))
-    words = tl.load(storage + 1).to(tl.int32)
+    storage = tl.program_id(0)
+    words = tl.load(row_words + storage)
+    base = tl.load(bases + storage).to(tl.pointer_type(tl.int32))
     column = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     row = tl.arange(0, ROWS)
     real = (row < count)[:, None] & (column < words)[None, :]
@@ -75,9 +75,9 @@ def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
 
 
 @cache
-def storage_table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Addresses and row lengths of storages, int64 [storages, 2]: brought to the device once."""
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Addresses or lengths of storages, brought to the device once."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def move(storages: Sequence[Tensor], moves: Tensor) -> None:
@@ -86,9 +86,11 @@ def move(storages: Sequence[Tensor], moves: Tensor) -> None:
     if count == 0:
         return
     require(count <= MOVES, f"a step relocates at most {MOVES} rows of a group", moves)
-    lengths = tuple((s.data_ptr(), s.stride(0) * s.element_size() // 4) for s in storages)
-    rows, widest = power_of_2(count), max(words for _, words in lengths)
+    row_words = tuple(s.stride(0) * s.element_size() // 4 for s in storages)
+    bases = on_device(tuple(s.data_ptr() for s in storages), torch.int64, moves.device)
+    rows = power_of_2(count)
     words = min(64, HELD_WORDS // rows)
-    grid = (len(storages), triton.cdiv(widest, words))
+    grid = (len(storages), triton.cdiv(max(row_words), words))
     launch = {"ROWS": rows, "WORDS": words, "num_warps": 8, "enable_fp_fusion": False}
-    move_kernel[grid](storage_table(lengths, moves.device), moves, count, **launch)
+    lengths = on_device(row_words, torch.int32, moves.device)
+    move_kernel[grid](bases, lengths, moves, count, **launch)

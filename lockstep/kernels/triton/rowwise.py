@@ -321,8 +321,10 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return launch_map("clamped", x, x.shape[1] // 2, (alpha, limit))
 
 
-def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """x [rows, n] + bias [n], rounded: a second rounding behind the GEMM's, whoever computed it."""
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, n] + bias [n], if any: a second rounding behind the GEMM's, whoever computed it."""
+    if bias is None:
+        return x
     return launch_map("bias", x, x.shape[1], bias=bias)
 
 
