@@ -271,9 +271,9 @@ def qk_norm_rope(
     require(fits, rule, x, cos, sin)
     q, k = (x.new_empty(t, n, d) for n in (heads.heads, heads.kv_heads))
     qk_norm_rope_kernel[(t, triton.cdiv(count, HEADS))](
-        x, weights, cos.contiguous(), sin.contiguous(), q, k, row_stride(x, "x"), heads.heads,
-        heads.kv_heads, heads.eps, D=d, HALF=half, BLOCK=HEADS, INTERLEAVED=heads.interleaved,
-        num_warps=4, enable_fp_fusion=False,
+        x, weights, cos.contiguous(), sin.contiguous(), q, k, x_stride=row_stride(x, "x"),
+        heads=heads.heads, kv_heads=heads.kv_heads, eps=heads.eps, D=d, HALF=half, BLOCK=HEADS,
+        INTERLEAVED=heads.interleaved, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k, x.view(t, have // d, d)[:, count:]
 

@@ -341,7 +341,7 @@ def sample_tokens(
     peak_kernel[grid](logits, floats, peaks, vocab, **OPTIONS)
     if cuts:
         cut(logits, floats, ints, peaks, last)
-    noisy_kernel[grid](logits, floats, ints, peaks, last, best, vocab, **OPTIONS)
+    noisy_kernel[grid](logits, floats, ints, peaks, last, best, vocab=vocab, **OPTIONS)
     pick_kernel[(rows,)](peaks, best, tokens, states, num_warps=1)
     return tokens, states
 
