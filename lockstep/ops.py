@@ -7,18 +7,30 @@ waits for the device, so that a call can be captured or recorded with its tensor
 may be views: the last dimension is contiguous, others have any stride. A step of no rows is
 allowed. t counts rows, "activations" are of `dtype`; weights of norms and all of routing, sampling
 and log-probabilities are float32 and wider.
+
+A kernel reads and writes memory behind torch's back. So functions are marked, those of a table by
+`kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread is
+told of every call. One that is `transparent` it need not take as one.
 """
 
-from collections.abc import Sequence
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as active_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from lockstep.types import Choice, RuleError
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+MARK, TRANSPARENT = "_is_operation", "_is_transparent"
 Packed = Any  # a weight as the device wants it: made by `pack`, read by nobody else
 
 
@@ -222,3 +234,56 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
         return values
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return pinned.copy_(values).to(device, non_blocking=True)
+
+
+# ---- operations: calls that a recorder takes as one ----
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what torch does on this thread, and every operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load its compiler, which takes seconds, to keep it away from `cls`."""
+        return False
+
+    @abstractmethod
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Carries out an operation."""
+
+
+def operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, of whose calls a recorder is told."""
+
+    @functools.wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        recorder: Any = active_modes() and _get_current_dispatch_mode()
+        if isinstance(recorder, Recorder):
+            result: Result = recorder.call(function, *args, **kwargs)
+            return result
+        return function(*args, **kwargs)
+
+    setattr(called, MARK, True)
+    return called
+
+
+def transparent(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, of which a recorder sees all: it consists of compiled kernels that are noted
+    one by one (`kernels.cpu.threads`), of views, and of what torch does."""
+    setattr(function, TRANSPARENT, True)
+    return function
+
+
+NAMES = [n for n, f in vars(Ops).items() if inspect.isfunction(f) and not n.startswith("_")]
+
+
+def marked(table: Ops) -> Ops:
+    """The table with every function an operation."""
+    for name in NAMES:
+        setattr(table, name, operation(getattr(table, name)))
+    return table
+
+
+def unmarked(table: Ops) -> list[str]:
+    """The functions of a table that a recorder would not be told of."""
+    return [name for name in NAMES if not hasattr(getattr(table, name), MARK)]

@@ -22,12 +22,11 @@ from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import gemm, threads
 from lockstep.kernels.cpu import rows as kernel_rows
 from lockstep.kernels.cpu.ops import Ops, kv_write
-from lockstep.kernels.operation import active_modes, marked, operation
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
-from lockstep.ops import Activation
+from lockstep.ops import Activation, active_modes, marked, operation
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import RequestWork, build
 from lockstep.run import runner as runner_module

@@ -19,8 +19,8 @@ from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import attend, threads
 from lockstep.kernels.cpu.threads import empty, where
-from lockstep.kernels.operation import transparent
 from lockstep.kv.pool import Keys, widened
+from lockstep.ops import transparent
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError

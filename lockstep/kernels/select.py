@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.kernels.operation import marked
-from lockstep.ops import Ops
+from lockstep.ops import Ops, marked
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, RuleError
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.operation import marked
 from lockstep.kernels.select import select
-from lockstep.ops import Ops
+from lockstep.ops import Ops, marked
 from lockstep.types import GroupSpec, Layout
 
 

@@ -27,7 +27,6 @@ from lockstep.attention.base import Backend
 from lockstep.attention.select import BACKENDS, select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
-from lockstep.kernels.operation import TRANSPARENT
 from lockstep.kernels.select import DEVICES
 from lockstep.kv.tables import PagePool
 from lockstep.llm.accept import accept
@@ -40,6 +39,7 @@ from lockstep.llm.rows import Launched, SampledRows
 from lockstep.models import loader
 from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Model
+from lockstep.ops import TRANSPARENT
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan

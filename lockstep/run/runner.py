@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import Room, setting
-from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
-from lockstep.ops import Ops, sent
+from lockstep.ops import Ops, sent, unmarked
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build
 from lockstep.plan.check import check

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kernels.operation import operation
 from lockstep.kv import pool as kv
+from lockstep.ops import operation
 from lockstep.plan import image as plan_image
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Ints, StepPlan

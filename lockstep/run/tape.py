@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.operation import TRANSPARENT, Recorder, active_modes
+from lockstep.ops import TRANSPARENT, Recorder, active_modes
 from lockstep.types import RuleError
 
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

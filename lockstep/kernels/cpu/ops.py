@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import gemm, routing, rows, sample
-from lockstep.kernels.operation import transparent
 from lockstep.kv.pool import _bits, widened
+from lockstep.ops import transparent
 from lockstep.types import KV_FORMATS, Choice
 
 LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
