@@ -396,9 +396,18 @@ def test_who_pays_again_rests_as_shortly_as_at_first():
     acceptance.rest = 4 * REST
     speculation.costs[1] = costs(1.0, 4.0)
     assert speculation._wanted(engine.scheduler) == {} and acceptance.rest == 8 * REST
-    acceptance.rests_until = 0
+    engine.scheduler.settled = acceptance.rests_until
     speculation.costs[1] = costs(1.0, 1.1)
-    assert speculation._wanted(engine.scheduler) == {request: 4} and acceptance.rest == REST
+    assert speculation._wanted(engine.scheduler) == {request: 4}
+    assert (acceptance.rest, acceptance.rests_until) == (REST, 0)
+
+
+def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():
+    """It used to count four times as much as the others: drafts that paid rested behind it."""
+    seen = costs(1.0, 3.7)
+    assert seen.depths([right(0.75)], 4, 4) == [1]
+    seen.step(4, 100.0)
+    assert seen.depths([right(0.75)], 4, 4) == [1]
 
 
 def test_completions_behind_a_prompt_in_chunks_have_a_heads_guesses():

@@ -149,7 +149,7 @@ def test_drafts_of_a_recorded_step_rest_and_try_together(monkeypatch):
     assert speculation._wanted(scheduler) == {} and speculation._acceptance.rests_until
     assert speculation._wanted(scheduler) == {}
     scheduler.settled = speculation._acceptance.rests_until
-    assert {*speculation._wanted(scheduler).values()} == {1}
+    assert {*speculation._wanted(scheduler).values()} == {speculation.shape.steps}
     assert len(speculation._wanted(scheduler)) == 0  # one try, then a longer rest
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -319,3 +320,27 @@ def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
     while made.busy:
         made.step()
     assert job.done and interrupt.bits(job.output("")) == want
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_waits_until_a_step_is_launched_or_has_failed(collects, monkeypatch):
+    """While the device has nothing to do; whoever collects none himself goes on so."""
+    monkeypatch.setattr(gc, "isenabled", lambda: collects)
+    calls, made = list[str](), engine()
+    monkeypatch.setattr(gc, "disable", lambda: calls.append("off"))
+    monkeypatch.setattr(gc, "enable", lambda: calls.append("on"))
+    launch, fails = made._launch, [True]
+
+    def watched(step):
+        calls.append("launch")
+        if fails.pop():
+            raise KeyboardInterrupt
+        return launch(step)
+
+    monkeypatch.setattr(made, "_launch", watched)
+    made.add(PROMPT, PARAMS)
+    with suppress(KeyboardInterrupt):
+        made.step()
+    fails.append(False)
+    made.step()
+    assert calls == ["off", "launch", *["on"] * collects] * 2

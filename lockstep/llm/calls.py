@@ -2,12 +2,13 @@
 anywhere, in a `finally` too, so a turn belongs to a function and ends with it; a request belongs to
 a `Caller`, a function or a generator, and is given up with it. Whoever comes next sees that."""
 
+import gc
 import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,18 @@ def executing() -> set[FrameType]:
             found.add(frame)
             frame = frame.f_back
     return found
+
+
+@contextmanager
+def garbage_waits() -> Iterator[None]:
+    """Python looks for none in the block: that may take longer than a step."""
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Turn:

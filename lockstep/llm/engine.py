@@ -30,7 +30,7 @@ from lockstep.folder import has
 from lockstep.kernels.select import DEVICES
 from lockstep.kv.tables import PagePool
 from lockstep.llm.accept import accept
-from lockstep.llm.calls import GONE, Caller, Turn, executing
+from lockstep.llm.calls import GONE, Caller, Turn, executing, garbage_waits
 from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, elements, params_for, token_ids
@@ -331,16 +331,34 @@ class Engine:
         with Turn(self._turns):
             self._tidy()
             self._changing = True
-            touched = self._settle(0) if self._held else []
-            step = self._schedule()
-            if step is not None:
-                self.scheduler.advance(step)
-                self._launched.append(self._launch(step))
-                self._look_ahead(self._launched[-1])
+            with garbage_waits():  # the device has nothing to do until the next step is launched
+                touched = self._settle(0) if self._held else []
+                step = self._schedule()
+                if step is not None:
+                    self.scheduler.advance(step)
+                    self._launched.append(self._launch(step))
+                    self._look_ahead(self._launched[-1])
             touched += self._settle(int(self.overlap and step is not None))
             self._write()
             self._changing = False
         return self._publish(touched)
+
+    def _begin(self) -> tuple[list[Generation], int]:
+        """Launches the next step: whom the one before touched, if that had to be settled first, and
+        how many steps are settled later."""
+        touched = self._settle(0) if self._held else []
+        self._held = False
+        if self.speculation is not None:
+            self.speculation.propose(self.scheduler, self._params_of)
+        step = self.scheduler.schedule()
+        if step is None:
+            return touched, 0
+        self.scheduler.advance(step)
+        self._launched.append(self._launch(step))
+        if self.speculation is not None:
+            self._held = self.overlap and self.speculation.hold(step)
+            self.speculation.launched(self.scheduler, step, self._launched[-1].hidden)
+        return touched, int(self.overlap)
 
     def news(self, generation: Generation) -> tuple[list[Chunk], bool]:
         """What came for a generation since the last call, and whether that was all."""

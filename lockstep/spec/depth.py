@@ -19,7 +19,7 @@ REST = 16  # steps until a resting request tries again; twice as many each time 
 LONGEST_REST = 256
 SMOOTH = 0.05  # weight of a new time
 SEEN = 3  # times that make one known: at first the shortest counts, the others found all cold
-OUTLIER = 4.0  # times above so many means count as that
+OUTLIER = 1.5  # times above so many means count as that: one that waited for a prompt is no rule
 FLAT = 0.1  # variance of sizes that a slope is measured by, at least
 
 
@@ -101,7 +101,9 @@ class Line:
         return self.count >= SEEN
 
     def add(self, depth: float, seconds: float) -> None:
-        most, weight = (OUTLIER * self.y, SMOOTH) if self.known else (self.y, 1.0)
+        most, weight = self.y, 1.0
+        if self.known:  # a deeper one may take longer
+            most, weight = OUTLIER * self.y * max(1.0, depth / max(self.x, 1.0)), SMOOTH
         seconds, self.count, old = min(seconds, most), self.count + 1, 1.0 - weight
         self.y = seconds if old == 0.0 else self.y * old + seconds * weight
         self.x = self.x * old + depth * weight

@@ -178,11 +178,13 @@ class ModelDraft:
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Of each of some steps' states one row, in memory of its own."""
         steps = list({id(each): each for each in states}.values())
-        begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
-        pairs = zip(states, rows, strict=True)
-        index = np.array([begins[id(each)] + row for each, row in pairs], np.int32)
-        every = steps[0] if len(steps) == 1 else torch.cat(steps)
-        return self.runner.ops.take_rows(every, sent(torch.from_numpy(index), every.device))
+        every = steps[0]
+        if len(steps) > 1:
+            begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
+            pairs = zip(states, rows, strict=True)
+            every, rows = torch.cat(steps), [begins[id(each)] + row for each, row in pairs]
+        index = torch.tensor(rows, dtype=torch.int32)
+        return self.runner.ops.take_rows(every, sent(index, every.device))
 
     def _compact(self, tables: Sequence[PageTable]) -> None:
         """What is kept of the target's states gets memory of its own: whole steps need not stay."""
@@ -212,12 +214,14 @@ class ModelDraft:
         tables, kind = [table_of(each) for each in ends], kind or self.model.extend
         lens, ids, states, rows = list[int](), list[int](), list[Tensor](), list[int]()
         for table, (request, end) in zip(tables, ends.items(), strict=True):
-            begin, state, tokens = table.draft_len, DraftState.of(table), request.tokens
-            places = [*range(begin, end), *[end - 1] * (width - (end - begin))]
-            ids += [tokens[p + self.ahead] for p in places]
+            begin, state = table.draft_len, DraftState.of(table)
+            own, at = request.tokens[begin + self.ahead : end + self.ahead], begin - state.begin
+            ids += own + own[-1:] * (width - len(own))
             if self.ahead:
-                states += [state.hidden[p - state.begin] for p in places]
-                rows += [state.rows[p - state.begin] for p in places]
+                some = slice(at, at + len(own))
+                hidden, places = state.hidden[some], state.rows[some]
+                states += hidden + hidden[-1:] * (width - len(own))
+                rows += places + places[-1:] * (width - len(own))
             lens.append(begin)
             table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:

@@ -247,7 +247,7 @@ class Speculation:
         wanted: dict[Request, int] = {}
         for requests, acceptance, steps in zip(together, acceptances, chosen, strict=True):
             if steps:  # to be right sometimes is not enough: it has to pay
-                self._acceptance.rest = acceptance.rest = REST
+                self._acceptance.rest, acceptance.rest, acceptance.rests_until = REST, REST, 0
             elif costs.plain.known:
                 steps = self._tries(acceptance, settled)
             if steps:
@@ -255,10 +255,11 @@ class Speculation:
         return wanted
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:
-        """It has rested: a guess, whatever it is worth; or it rests from now on."""
+        """It has rested: a guess, whatever it is worth; or it rests from now on. Where all guess
+        together they try what they would go on with: what less costs tells little."""
         if acceptance.rests_until:
             acceptance.rests_until, self._trying = 0, True
-            return self.shape.steps if self.draft.knows_chances else 1
+            return self.shape.steps if self.draft.knows_chances or self.runner.even else 1
         acceptance.rests(settled)
         self._acceptance.rest = acceptance.rest
         self._acceptance.rests_until = acceptance.rests_until
