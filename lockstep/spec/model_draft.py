@@ -33,7 +33,7 @@ from lockstep.spec import beam
 from lockstep.spec.depth import Chances
 from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
-KEPT, LEAST = 1 << 12, 16  # states that are kept for the requests of a step, and for each at least
+KEPT, LEAST = 1 << 11, 8  # states that are kept for the requests of a step, and for each at least
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
 
@@ -122,8 +122,8 @@ class ModelDraft:
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
     def observe(self, settled: SettledStep) -> None:
-        behind, hidden = dict[Request, int](), settled.hidden
-        most, due = max(LEAST, KEPT // max(1, len(settled.rows))), False
+        behind, hidden, due = dict[Request, int](), settled.hidden, False
+        most = max(LEAST, self.steps + 2, KEPT // max(1, len(settled.rows)))
         for request, begin, rows in settled.rows:
             table = table_of(request)
             state = DraftState.of(table)

@@ -25,6 +25,7 @@ from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 from lockstep.types import RuleError
 
 ANY_ID = 0  # of a guess that nobody made
+TOLD = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ class Speculation:
             self._tell()
         if plain:
             self._untold.append((step, hidden))
-            if len(self._untold) >= self.draft.lag:
+            told = len(self._untold)
+            if told >= self.draft.lag or told * len(batch.rows) >= TOLD:
                 self._tell()
             return
         entries, drafts, even = list[SettledRows](), list[tuple[int, ...]](), self.runner.even
