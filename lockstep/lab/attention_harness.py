@@ -371,6 +371,23 @@ class AttentionHarness(Judgement):
             out |= {slot(begin + i): uid for i, uid in enumerate(act.uids)}
         return out
 
+    def differing_rows(self, want: "AttentionHarness", tokens: set[int] | None) -> list[str]:
+        """Rows, among `tokens`, whose bits differ. A NaN equals nothing, not even itself."""
+        found = []
+        for g, seen in enumerate(self.seen):
+            both = seen & want.seen[g]
+            if tokens is not None:
+                both &= torch.tensor([uid in tokens for uid in range(len(both))])
+            for layer in range(len(self.out[g])):
+                for name, a, b in (("out", self.out, want.out), ("lse", self.lse, want.lse)):
+                    x, y = a[g][layer][both], b[g][layer][both]
+                    off = ((as_bits(x) != as_bits(y)) | x.isnan()).flatten(1).any(1)
+                    if bool(off.any()):
+                        count, first = int(off.sum()), int(both.nonzero()[off][0])
+                        rows = f"{count} of {len(off)} rows differ in {name}, first token {first}"
+                        found.append(f"group {g} layer {layer}: {rows}")
+        return found
+
 
 def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) -> int:
     """Where a key lies, by plain arithmetic."""
@@ -454,7 +471,7 @@ class AttentionCell(Judgement):
         ) -> None:
             if ("batch" if name == "alone" else name) in self.backend.caps.invariances:
                 for run in runs:
-                    self.note(name, _differences(run, want, tokens), told)
+                    self.note(name, run.differing_rows(want, tokens), told)
 
         for kind, tokens in sorted(main.computed.items()):
             told = f"{len(tokens)} rows equal alone, whole and cold"
@@ -478,23 +495,3 @@ def off(have: Tensor, want: Tensor) -> Tensor:
     """Distance, with infinity for what is no number."""
     distance = torch.where(have == want, 0.0, (have - want).abs())
     return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def _differences(
-    have: AttentionHarness, want: AttentionHarness, tokens: set[int] | None
-) -> list[str]:
-    """Rows, among `tokens`, whose bits differ. A NaN equals nothing, not even itself."""
-    found = []
-    for g, seen in enumerate(have.seen):
-        both = seen & want.seen[g]
-        if tokens is not None:
-            both &= torch.tensor([uid in tokens for uid in range(len(both))])
-        for layer in range(len(have.out[g])):
-            for name, a, b in (("out", have.out, want.out), ("lse", have.lse, want.lse)):
-                x, y = a[g][layer][both], b[g][layer][both]
-                off = ((as_bits(x) != as_bits(y)) | x.isnan()).flatten(1).any(1)
-                if bool(off.any()):
-                    count, first = int(off.sum()), int(both.nonzero()[off][0])
-                    rows = f"{count} of {len(off)} rows differ in {name}, first token {first}"
-                    found.append(f"group {g} layer {layer}: {rows}")
-    return found

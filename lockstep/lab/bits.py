@@ -217,7 +217,7 @@ def differing(have: NDArray[np.int32], want: NDArray[np.int32]) -> int:
     """Log-probabilities that differ in a bit, or whose tokens do; all of them where one is no
     number or some never came."""
     if have.shape != want.shape or bool(np.isnan(want[1].view(np.float32)).any()):
-        return want.shape[1]
+        return len(want[0])
     return int((have != want).any(0).sum())
 
 

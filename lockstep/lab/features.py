@@ -33,10 +33,6 @@ class Feature:
         """No cache: whole requests only."""
         return all(g.layout is Layout.FRESH for g in self.groups(16))
 
-    @property
-    def window(self) -> int | None:
-        return next((g.window for g in self.groups(16) if g.window is not None), None)
-
 
 def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any) -> GroupSpec:
     """A group of two layers, the second a little sharper and with other scales, its pages `pages`

@@ -137,7 +137,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 def poison(pool: Pool, pages: Sequence[int]) -> None:
     """These pages hold nothing any more: NaN."""
     for storage in (storage for layer in pool.storages for storage in layer):
-        bits = storage.view(_int(storage.dtype)).unflatten(0, (-1, pool.spec.page_size))
+        bits = storage.view(_int(storage.dtype))
+        bits = bits.view(-1, pool.spec.page_size, *bits.shape[1:])
         bits[list(pages)] = CANARY[storage.element_size()]
 
 

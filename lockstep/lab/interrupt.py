@@ -202,7 +202,8 @@ def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterato
     return strikes
 
 
-WAYS = {"timer": by_timer, "again": partial(by_timer, calls=3), "thread": in_thread}
+WAYS: dict[str, Callable[..., Strikes]] = {"timer": by_timer, "thread": in_thread}
+WAYS["again"] = partial(by_timer, calls=3)
 
 
 class Aim:
@@ -228,10 +229,8 @@ class Aim:
 def trial(subject: Subject, seed: int) -> Trial:
     """One trial of the engine, by number."""
     rng = random.Random(seed)
-    way, number = (
-        rng.choice(("timer", "timer", "again", "thread")),
-        rng.randrange(len(subject.wishes)),
-    )
+    way = rng.choice(("timer", "timer", "again", "thread"))
+    number = rng.randrange(len(subject.wishes))
     return judged(subject, way, number, partial(WAYS[way], subject, number, rng), rng)
 
 

@@ -213,11 +213,11 @@ VERBS = {"all", "drop", "encode", "fork", "again", "accept", "tree"}
 APPLIES: dict[str, Callable[[Feature], bool]] = {
     "cached": lambda feature: not feature.fresh,
     "uncached": lambda feature: feature.fresh,
-    "window": lambda feature: feature.window is not None and not feature.fresh,
+    "window": lambda feature: not feature.fresh and any(g.window for g in feature.made_of),
     "encoder": lambda feature: bool(feature.encode),
     # values of their own: an infinity in a latent row would be one in its key
     "apart": lambda feature: (
-        not feature.fresh and all(g.layout is not Layout.LATENT for g in feature.groups(16))
+        not feature.fresh and all(g.layout is not Layout.LATENT for g in feature.made_of)
     ),
 }
 

@@ -28,6 +28,7 @@ FEW = 5  # best tokens that are asked for
 CLOSE = 2e-6  # two float32 roundings of the noise's largest value
 CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
 KINDS = table("sampler_kinds.json")["kinds"]
+SIZES = {True: (160, 32, 1000), False: (400, 80, 4000)}  # rows, wide rows and draws; True: quick
 
 
 def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
@@ -61,13 +62,14 @@ def on_host(scores: sampler.Logprobs) -> sampler.Logprobs:
 
 def choices(rig: EngineHarness, quick: bool) -> None:
     noise_at_the_ends(rig)
-    one_by_one(rig, *rows_of(160 if quick else 400))
-    one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
+    rows, wide, draws = SIZES[quick]
+    one_by_one(rig, *rows_of(rows))
+    one_by_one(rig, *rows_of(wide, WIDE))
     one_by_one(rig, *noisy_ties())
     ties(rig)
     bad_rows(rig)
     for what in ("position", "sample_index", "seed"):
-        distribution(rig, what, 1000 if quick else 4000)
+        distribution(rig, what, draws)
 
 
 def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:

@@ -30,8 +30,6 @@ MOST = 40  # numbers of an array that is not asked for in full
 class Watched(AttentionHarness):
     """Keeps its plans and compares every row as soon as it is computed."""
 
-    answers: list[list[Answer]]
-
     def watch(self, answers: list[list[Answer]]) -> list[dict[str, Any]]:
         """Plays the whole story; an error of the code under test is the last thing told."""
         self.answers, self.told = answers, list[dict[str, Any]]()
@@ -138,8 +136,10 @@ def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[
     for g, group in zip(groups, plan.groups, strict=True):
         spec = group.spec
         kind = f"{spec.layout} {spec.heads}/{spec.kv_heads} heads of {spec.d_qk}, {spec.kv_dtype}"
-        kind += f", window {spec.window}" if spec.window else ""
-        kind += f", pages of {spec.page_size}" if spec.layout is not Layout.FRESH else ""
+        if spec.window:
+            kind += f", window {spec.window}"
+        if spec.layout is not Layout.FRESH:
+            kind += f", pages of {spec.page_size}"
         page = {"page_size": spec.page_size, "arrays": arrays(group)}
         told.append({"group": g, "spec": kind, **page})
     sizes = {"requests": names, "real": vars(plan.real), "bucket": vars(plan.bucket)}
