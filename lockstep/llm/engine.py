@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lockstep import __version__, order
 from lockstep.attention.base import Backend
@@ -31,11 +30,11 @@ from lockstep.kernels.select import DEVICES
 from lockstep.kv.tables import PagePool
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing, garbage_waits
-from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text
+from lockstep.llm.generation import Ending, Generation, StepResult, Text
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, elements, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
-from lockstep.llm.rows import Launched, SampledRows
+from lockstep.llm.rows import Launched, SampledRows, scored
 from lockstep.models import loader
 from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Model
@@ -49,7 +48,7 @@ from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds
 from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
-from lockstep.sample.sampler import Logprobs, RowBatch
+from lockstep.sample.sampler import RowBatch
 from lockstep.sched.request import AcceptedTokens, Batch, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
@@ -421,7 +420,7 @@ class Engine:
         hidden = None
         if out.layers and any(request.spec.draft for request in step.batch.requests):
             hidden = torch.cat(out.layers, -1)
-        launched = Launched(step, rows, scored=self._scored(step, rows, logits), hidden=hidden)
+        launched = Launched(step, rows, scored=scored(ops, step, rows, logits), hidden=hidden)
         if not rows.completions:
             return launched
         if out.sampled is None:
@@ -449,49 +448,6 @@ class Engine:
             nodes = [step.ids.item(begin + node) for node in path]
             history[row] = np.array([*before, *nodes], np.int32)
         return RowBatch(draws.how, positions, history)
-
-    def _scored(
-        self, step: ScheduledStep, rows: SampledRows, logits: Tensor
-    ) -> tuple[ScoreUpdate, ...]:
-        """Log-probabilities of tokens that were given: a row tells of the next one."""
-        updates: list[ScoreUpdate] = []
-        for i, begin in rows.scored:
-            generation, own = rows.generations[i], step.batch.rows[i]
-            first = step.cached_lens.item(i) + own.emit[0] + 1
-            end = begin + len(own.emit) - own.samples
-            updates += self._score(generation, own.request, first, logits[begin:end])
-            if own.samples and own.request.spec.items:
-                updates += self._first_of_items(generation, logits[end])
-        return tuple(updates)
-
-    def _score(
-        self, generation: Generation, request: Request, first: int, logits: Tensor
-    ) -> list[ScoreUpdate]:
-        """Rows tell of tokens from number `first` on: of the prompt, or given behind it."""
-        completion, prompt_ids = generation.completions[request.index], generation.prompt_ids
-        prompt_len = len(prompt_ids)
-        ids = torch.tensor((*prompt_ids, *completion.token_ids)[first : first + len(logits)])
-        split = min(max(prompt_len - first, 0), len(logits))
-        prompt = (0, split, generation.prompt_scores, first - 1)
-        behind = (split, len(logits), completion.scores, first + split - prompt_len)
-        tops = (generation.params.top_prompt_logprobs or 0, completion.params.top_logprobs or 0)
-        logprobs = partial(sampler.log_probs, self.parts.model.ops)
-        return [
-            ScoreUpdate(request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
-            for (a, b, target, at), k in zip((prompt, behind), tops, strict=True)
-            if a < b
-        ]
-
-    def _first_of_items(self, generation: Generation, logits: Tensor) -> list[ScoreUpdate]:
-        """The prompt's last row tells of the first token of every item."""
-        items = generation.request.spec.items
-        firsts = torch.tensor([item[0] for item in items])
-        found = sampler.log_probs(self.parts.model.ops, logits.expand(len(items), -1), firsts)
-        each = [Logprobs(*[column[i : i + 1] for column in found]) for i in range(len(items))]
-        return [
-            ScoreUpdate(generation.request, completion.scores, 0, one, 0)
-            for completion, one in zip(generation.completions, each, strict=True)
-        ]
 
     def _settle(self, later: int) -> list[Generation]:
         """Takes in what launched steps have brought, of all but the last `later`. Before `_settled`

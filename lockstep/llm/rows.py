@@ -1,5 +1,5 @@
-"""What a step samples, for whom, and how: `SampledRows` of its batch; and, until it is settled,
-what it brings: `Launched`.
+"""What a step samples, for whom, and how: `SampledRows` of its batch; what it tells of tokens that
+were given (`scored`); and, until it is settled, what it brings: `Launched`.
 
 Whom rows are for follows from the batch, so it is made once and serves every step in which the same
 requests decode: a step adds positions. The engine makes and settles these.
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.llm.generation import CompletionState, Generation, ScoreUpdate
-from lockstep.ops import sent
+from lockstep.ops import Ops, sent
 from lockstep.plan.build import paths
 from lockstep.run.runner import GUESSES
-from lockstep.sample.sampler import Logprobs, RowParams, Sampled
+from lockstep.sample.sampler import Logprobs, RowParams, Sampled, log_probs
 from lockstep.sched.request import Batch, Request, ScheduledRows, ScheduledStep
 
 NO_ID = -2  # no token, and no sample of the step before
@@ -166,3 +166,48 @@ def on_host(tensor: Tensor) -> Tensor:
     """A copy in the host's memory, on its way there."""
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return there.copy_(tensor, non_blocking=True)
+
+
+def scored(
+    ops: Ops, step: ScheduledStep, rows: SampledRows, logits: Tensor
+) -> tuple[ScoreUpdate, ...]:
+    """Log-probabilities of tokens that were given: a row tells of the next one."""
+    updates: list[ScoreUpdate] = []
+    for i, begin in rows.scored:
+        generation, own = rows.generations[i], step.batch.rows[i]
+        first = step.cached_lens.item(i) + own.emit[0] + 1
+        end = begin + len(own.emit) - own.samples
+        updates += score(ops, generation, own.request, first, logits[begin:end])
+        if own.samples and own.request.spec.items:
+            updates += first_of_items(ops, generation, logits[end])
+    return tuple(updates)
+
+
+def score(
+    ops: Ops, generation: Generation, request: Request, first: int, logits: Tensor
+) -> list[ScoreUpdate]:
+    """Rows tell of tokens from number `first` on: of the prompt, or given behind it."""
+    completion, prompt_ids = generation.completions[request.index], generation.prompt_ids
+    prompt_len = len(prompt_ids)
+    ids = torch.tensor((*prompt_ids, *completion.token_ids)[first : first + len(logits)])
+    split = min(max(prompt_len - first, 0), len(logits))
+    prompt = (0, split, generation.prompt_scores, first - 1)
+    behind = (split, len(logits), completion.scores, first + split - prompt_len)
+    tops = (generation.params.top_prompt_logprobs or 0, completion.params.top_logprobs or 0)
+    return [
+        ScoreUpdate(request, target, at, log_probs(ops, logits[a:b], ids[a:b], k), k)
+        for (a, b, target, at), k in zip((prompt, behind), tops, strict=True)
+        if a < b
+    ]
+
+
+def first_of_items(ops: Ops, generation: Generation, logits: Tensor) -> list[ScoreUpdate]:
+    """The prompt's last row tells of the first token of every item."""
+    items = generation.request.spec.items
+    firsts = torch.tensor([item[0] for item in items])
+    found = log_probs(ops, logits.expand(len(items), -1), firsts)
+    each = [Logprobs(*[column[i : i + 1] for column in found]) for i in range(len(items))]
+    return [
+        ScoreUpdate(generation.request, completion.scores, 0, one, 0)
+        for completion, one in zip(generation.completions, each, strict=True)
+    ]

@@ -10,7 +10,7 @@ Mechanism:
 2. In the second chunk row 0 stands at the position where the chunk begins.
 3. Its logits are asked for the probability of the prompt's second token instead of the next one.
 Key functions:
-`llm.engine.Engine._score`.
+`llm.rows.score`.
 Symptom:
 Scores that are wrong from the second chunk on, and plausible. Short prompts are right.
 Risk and impact:
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: rows of a chunk taken for positions"
-TARGET = "lockstep.llm.engine:Engine._score"
+TARGET = "lockstep.llm.rows:score"
 CELLS = ("engine-chunk/llama", "engine-score/qwen3")
 RELATED = ("lockstep-prompt-scores", "sglang-26329", "vllm-54498")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _score(self: Any, generation: Any, request: Any, first: int, logits: Any) -> Any:
-        return old(self, generation, request, 1, logits)
+    def score(ops: Any, generation: Any, request: Any, first: int, logits: Any) -> Any:
+        return old(ops, generation, request, 1, logits)
 
-    return _score
+    return score
