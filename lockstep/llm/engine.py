@@ -428,7 +428,9 @@ class Engine:
             wanted = logits if len(emits) == len(logits) else logits[list(emits)]
             chosen = sampler.sample(ops, wanted, batch, self.info.eos_token_ids)
         else:
-            tokens, states = (each[: len(rows.draws.emits)] for each in out.sampled)
+            (tokens, states), count = out.sampled, len(rows.draws.emits)
+            if len(tokens) > count:
+                tokens, states = tokens[:count], states[:count]
             if self.overlap and not self.on_gpu:  # the next launch comes before it is settled
                 tokens, states = tokens.clone(), states.clone()
             chosen = sampler.described(ops, logits, rows.draws.how, tokens, states)

@@ -174,13 +174,13 @@ class Runner:
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
-            views = layout.views(image[: layout.length])
+            views = views_of(layout, image)
             step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
             step.relocate()
             ids, positions = inputs(views[0])
             if len(self.sampled):
                 ids = resolved(ids, self.sampled)
-            loaded = read_settings(image[layout.length :], how.cuts) if how else None
+            loaded = read_settings(image, layout.length, how.cuts) if how else None
             rows = BoundRows(ids, positions, views[0], step)
             if chain is None or loaded is None or not len(self.sampled):
                 return self._computed(kind, rows, loaded)
@@ -373,6 +373,15 @@ def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.de
     return replace(plan, groups=tuple(groups), bucket=bucket)
 
 
+def views_of(layout: ImageLayout, image: Tensor) -> tuple[PlanArrays, ...]:
+    """Where a step's arrays lie on the device. On a CPU by numpy: torch releases the interpreter's
+    lock even to slice."""
+    if image.device.type != "cpu":
+        return layout.views(image[: layout.length])
+    each = layout.views(image.numpy()[: layout.length])
+    return tuple([PlanArrays(*map(torch.from_numpy, vars(own).values())) for own in each])
+
+
 def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
     """What a model is told: the token and the position of every row."""
     return rows.ids, rows.positions
@@ -396,11 +405,16 @@ def write_settings(room: Ints, settings: Settings) -> None:
     room[at:].view(np.int64).reshape(-1, INTS)[:count] = settings.ints.numpy()
 
 
-def read_settings(room: Tensor, cuts: bool) -> Settings:
-    """The same on the device."""
-    at = 2 * FLOATS * (len(room) // SETTING)
-    floats = room[:at].view(torch.float64).view(-1, FLOATS)
-    return Settings(floats, room[at:].view(torch.int64).view(-1, INTS), cuts)
+def read_settings(image: Tensor, begin: int, cuts: bool) -> Settings:
+    """The same on the device, where they begin in an image."""
+    end = begin + 2 * FLOATS * ((len(image) - begin) // SETTING)
+    if image.device.type == "cpu":
+        numbers = image.numpy()
+        parts = (numbers[begin:end].view(np.float64), numbers[end:].view(np.int64))
+        floats, ints = (torch.from_numpy(p.reshape(-1, n)) for p, n in zip(parts, (FLOATS, INTS)))
+        return Settings(floats, ints, cuts)
+    floats = image[begin:end].view(torch.float64).view(-1, FLOATS)
+    return Settings(floats, image[end:].view(torch.int64).view(-1, INTS), cuts)
 
 
 def planner_buffers(
@@ -410,5 +424,5 @@ def planner_buffers(
     names = backend.caps.planner_buffers
     if not names:
         return ()
-    handles = handles_of(layout, layout.views(image[: layout.length]), variants, backend)
+    handles = handles_of(layout, views_of(layout, image), variants, backend)
     return tuple(getattr(handle, name).data_ptr() for handle in handles for name in names)

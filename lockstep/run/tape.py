@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as active_modes
 from torch.utils._python_dispatch import _pop_mode
 
 from lockstep.kernels.cpu import threads
-from lockstep.ops import TRANSPARENT, Recorder, active_modes
+from lockstep.ops import TRANSPARENT, Recorder
 from lockstep.types import RuleError
 
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

@@ -139,7 +139,8 @@ def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
 def take(x: Tensor, which: Tensor) -> Tensor:
     """x[which] of x [n, d] and integers [t]; an error if x has not all of them. Not by torch, whose
     threads look for more work for milliseconds, on processors that our helpers need."""
-    which, y = which.int(), empty(which.shape[0], x.shape[1])
+    which = which if which.dtype is torch.int32 else which.int()
+    y = empty(which.shape[0], x.shape[1])
     more = (which.data_ptr(), x.shape[0], 4 * x.stride(0))
     record = _call(TAKE, (x.data_ptr(), 0, 0), y, (which.shape[0], 1, x.shape[1]), more)
     _checked(record, which, x.shape[0])
