@@ -48,8 +48,6 @@ class RequestSpec:
     request_id: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "encoder_ids"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         if self.n > 1 and (self.embed or not self.max_new_tokens):
             raise RuleError("n counts completions", f"n={self.n} and no new tokens", "Use n=1")
         if self.embed and (self.encoder_ids or self.wants_prompt_logprobs):
