@@ -20,10 +20,11 @@ import torch
 from lockstep.attention.select import load, refusal
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
+from lockstep.kv import pool as memory
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import peak_pages
 from lockstep.llm.output import Output
-from lockstep.run import certify, memory, runner
+from lockstep.run import certify, runner
 from lockstep.run.certify import Edges
 from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams
@@ -139,7 +140,7 @@ PAGE = 16 * 256  # bytes
 def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 40)
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8)
-    found, text = memory.size((FULL, WINDOW, FRESH), config, 1001)
+    found, text = memory.cache_size((FULL, WINDOW, FRESH), config, 1001)
     # 4004 keys are 251 pages; behind a window of 32 four requests hold at most
     # (4 * (32 + 2 * 16 - 3) + 8) // 16 = 15 pages; and each its null page
     assert found == (252, 16, 0)
@@ -149,7 +150,7 @@ def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.Mo
 
 def test_a_window_never_needs_more_than_the_whole_cache():
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8, max_total_tokens=100)
-    found, text = memory.size((FULL, WINDOW), config, 1001)
+    found, text = memory.cache_size((FULL, WINDOW), config, 1001)
     assert (text.splitlines()[0], found) == ("cache for 100 tokens", (8, 8))
 
 
@@ -163,7 +164,7 @@ def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(
 ):
     monkeypatch.setattr(memory, "free_bytes", lambda: 2 * pages * PAGE)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
-    found, text = memory.size((FULL,), config, 100)
+    found, text = memory.cache_size((FULL,), config, 100)
     assert text.splitlines()[0] == f"cache for {tokens} tokens"
     assert found[0] <= pages
 
@@ -175,7 +176,7 @@ def test_memory_for_less_than_a_page_is_an_error(page_size: int, monkeypatch: py
     with pytest.raises(
         RuleError, match=r"the cache holds at least one page; got 128 B of memory for it"
     ):
-        memory.size((group(page_size=page_size),), config, 100)
+        memory.cache_size((group(page_size=page_size),), config, 100)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])

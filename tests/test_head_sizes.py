@@ -17,9 +17,8 @@ from test_models import CASES, MLA, Case, agree, check_greedy, greedy, make, tok
 
 from lockstep import LLM, order
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pool import Pool, group_bytes, slot_bytes
+from lockstep.kv.pool import Pool, arithmetic, group_bytes, slot_bytes
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
-from lockstep.run.memory import arithmetic
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused
 
 RANK_22 = {

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pool import KvWriter, Pool, UncachedKv, group_bytes, view
+from lockstep.kv.pool import KvWriter, Pool, UncachedKv, arithmetic, group_bytes, view
 from lockstep.kv.tables import NULL_PAGE, CacheGroups, PagePool, PageTable, keep_from
 from lockstep.plan.image import PlanArrays
-from lockstep.run.memory import arithmetic
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
 
 FULL = GroupSpec(

@@ -27,6 +27,7 @@ from lockstep.attention.select import BACKENDS, select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
 from lockstep.kernels.select import DEVICES
+from lockstep.kv.pool import cache_size
 from lockstep.kv.tables import PagePool
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing, garbage_waits
@@ -42,7 +43,6 @@ from lockstep.ops import TRANSPARENT
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
-from lockstep.run import memory
 from lockstep.run.certify import certify
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import GUESSES, Runner, StepOutput
@@ -150,7 +150,7 @@ class Engine:
         if draft is not None:
             self.kinds[DRAFT] = draft.kind
         specs = self.specs = group_specs(self.kinds.values())
-        pages, memory_text = memory.size(specs, config, self.context_length, ops.device)
+        pages, memory_text = cache_size(specs, config, self.context_length, ops.device)
         graphs = config.graphs
         if graphs is None:  # on a CPU where that is faster
             graphs = self.on_gpu or (parts.backend.caps.graphs and hasattr(ops.linear, TRANSPARENT))
