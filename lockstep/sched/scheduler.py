@@ -9,6 +9,7 @@ pages and order, never a tensor or what a token means.
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Scheduler:
         self.settled = 0  # steps that were settled: they are counted from 1, in order
         self.ends = 0  # requests that have ended
         self._members = Decoding()  # of the running ones, those that decode
-        self._batches: dict[tuple[ScheduledRows, ...], Batch] = {}  # of others, until somebody goes
+        self._batches = lru_cache(BATCHES)(Batch)  # of others, until somebody goes
         self._scheduled: ScheduledStep | None = None
         self._launched: list[ScheduledStep] = []  # and not settled, in order
         self._after_whole = False
@@ -405,18 +406,11 @@ class Scheduler:
 
     def _batch(self, builder: StepBuilder) -> Batch:
         """That of all members is kept as long as they are the same, others for a while."""
-        members = self._members
         if builder.members < len(builder.rows):
-            rows = tuple(builder.rows)
-            batch = self._batches.get(rows)
-            if batch is None:
-                if len(self._batches) >= BATCHES:
-                    self._batches.clear()
-                batch = self._batches[rows] = Batch(rows)
-            return batch
-        if members.batch is None:
-            members.batch = Batch(tuple(builder.rows))
-        return members.batch
+            return self._batches(tuple(builder.rows))
+        if self._members.batch is None:
+            self._members.batch = Batch(tuple(builder.rows))
+        return self._members.batch
 
     # -- after a step
 
@@ -534,7 +528,7 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Holds on pages end with the request's turn; what the tree has stays there."""
         self._members.remove(request)
-        self._batches.clear()
+        self._batches.cache_clear()
         self._store(request)
         if request.node is not None:
             self.tree.close(request.node)
