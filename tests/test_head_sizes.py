@@ -120,11 +120,11 @@ def test_the_bytes_of_the_padding_are_counted_and_printed():
     pool = Pool(spec, 5, Ops())
     assert slot_bytes(spec) == 2 * (24 + 16) * 4
     assert sum(s.nbytes for layer in pool.storages for s in layer) == group_bytes(spec, 5)
-    assert "heads of 20 stored as 24 and 12 stored as 16: 5 pages" in arithmetic([spec], [5])
-    assert "stored as" not in arithmetic([replace(spec, d_qk=24, d_v=16)], [5])
+    assert "heads of 20 stored as 24 and 12 stored as 16: 5 pages" in arithmetic([(spec, 5)])
+    assert "stored as" not in arithmetic([(replace(spec, d_qk=24, d_v=16), 5)])
     latent = GroupSpec(Layout.LATENT, 2, 1, 30, 22, (AttnSpec(1.0),), page_size=4)
     assert slot_bytes(latent) == 32 * 4
-    assert "heads of 30 stored as 32: 5 pages" in arithmetic([latent], [5])
+    assert "heads of 30 stored as 32: 5 pages" in arithmetic([(latent, 5)])
 
 
 @pytest.mark.parametrize("kv_dtype", sorted(KV_FORMATS))

@@ -160,7 +160,7 @@ def test_the_printed_arithmetic_equals_the_bytes_of_the_storages(spec):
     storages = Pool(spec, 9, Ops()).storages
     stored_bytes = sum(storage.nbytes for layer in storages for storage in layer)
     assert stored_bytes == group_bytes(spec, 9)
-    assert f"{stored_bytes:,} B" in arithmetic([spec], [9]).splitlines()[-1]
+    assert f"{stored_bytes:,} B" in arithmetic([(spec, 9)]).splitlines()[-1]
 
 
 def test_a_latent_row_is_stored_once_and_v_is_its_first_columns():

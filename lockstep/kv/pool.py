@@ -99,9 +99,8 @@ def cache_size(
     check_fits(total_bytes(specs, config, tokens), what, there)
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
-    text = arithmetic([spec for spec, _ in stored], [n for _, n in stored])
     card = f", {fraction} of the GPU's free {free:,} B at most" if gpu else ""
-    return pages, f"cache for {tokens:,} tokens{card}\n{text}"
+    return pages, f"cache for {tokens:,} tokens{card}\n{arithmetic(stored)}"
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
@@ -123,10 +122,10 @@ def padding(spec: GroupSpec) -> str:
     return f", heads of {' and '.join(wider)}" if wider else ""
 
 
-def arithmetic(specs: Sequence[GroupSpec], num_pages: Sequence[int]) -> str:
-    """The memory of a cache, one line per group and a sum, as it is printed at start."""
+def arithmetic(groups: Sequence[tuple[GroupSpec, int]]) -> str:
+    """The memory of groups of so many pages, a line each and a sum, as it is printed at start."""
     lines, total = [], 0
-    for spec, pages in zip(specs, num_pages, strict=True):
+    for spec, pages in groups:
         window = f" window {spec.window}" if spec.window else ""
         slots = f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B"
         nbytes = group_bytes(spec, pages)
