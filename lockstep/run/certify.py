@@ -132,11 +132,6 @@ class RowRange:
         return torch.arange(self.begin, self.end).repeat_interleave(max(1, self.branches))
 
     @property
-    def alone(self) -> bool:
-        """One row, not of a tree."""
-        return self.rows == 1 and not self.branches
-
-    @property
     def parents(self) -> tuple[int, ...] | None:
         """Node i of k branches hangs below node i - k: their nodes take turns."""
         nodes = tuple(max(-1, i - self.branches) for i in range(self.rows))
@@ -206,7 +201,7 @@ class KnownRequest:
         self.table = self.driver.request()
         pairs = zip(self.generate.groups, self.generate.specs, strict=True)
         self.groups = [g for g, spec in pairs if spec.causal]
-        # requests of one row: kept for the next batch
+        # requests of one row, not of a tree: kept for the next batch
         self.kept: defaultdict[RowRange, list[PageTable]] = defaultdict(list)
         shape = (length, subject.info.hidden_size)
         self.hidden = torch.full(shape, torch.nan, dtype=model.ops.dtype, device=model.ops.device)
@@ -252,7 +247,7 @@ class KnownRequest:
         tables = [self._fork(part) for part in ranges]
         rows = self._run(ranges, tables)
         for part, table in zip(ranges, tables, strict=True):
-            if part.alone:
+            if part.rows == 1 and not part.branches:
                 self.kept[part].append(table)
             else:
                 table.close()

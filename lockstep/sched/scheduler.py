@@ -51,7 +51,8 @@ class Scheduler:
         drafts = kinds[DRAFT].groups if DRAFT in kinds else ()
         self._cache = CacheGroups(self.specs, self.pools, drafts)
         plain = [None if g in drafts else pool for g, pool in enumerate(pools)]
-        self._plain_cache = CacheGroups(self.specs, plain, drafts)  # of requests without a draft
+        # where a request has pages: without a draft, and with one
+        self._caches = CacheGroups(self.specs, plain, drafts), self._cache
         self.tree = Prefix(self._cache)
         self.running: list[Request] = []  # by rank, like the next two
         self.waiting: list[Request] = []
@@ -169,7 +170,7 @@ class Scheduler:
             rule = f"a step emits at most {size} rows"
             got = f"{spec.continuations} completions or items"
             raise RuleError(rule, got, "Ask for fewer, or raise chunked_prefill_size")
-        for g, pool in () if spec.embed else self._groups_of(spec).cached:
+        for g, pool in () if spec.embed else self._caches[spec.draft].cached:
             need = self._peak(spec, g, spec.max_keys, 1)
             if need > pool.num_pages - 1:
                 there = f"group {g} has {pool.num_pages - 1} pages of {self.specs[g].page_size}"
@@ -177,10 +178,6 @@ class Scheduler:
                 got = f"{spec.max_keys} keys, which need {need}"
                 remedy = "Shorten the prompt, lower max_tokens, or give the cache more memory"
                 raise RuleError(rule, got, remedy)
-
-    def _groups_of(self, spec: RequestSpec) -> CacheGroups:
-        """Those that a request has pages in."""
-        return self._cache if spec.draft else self._plain_cache
 
     def _peak(self, spec: RequestSpec, g: int, keys: int, step_len: int) -> int:
         """Pages of group g that a request of so many keys needs, if steps add so many at most."""
@@ -197,7 +194,7 @@ class Scheduler:
         if len(self.running) >= self.config.max_running_requests:
             return False
         spec = request.spec
-        table, node = PageTable(self._groups_of(spec)), None
+        table, node = PageTable(self._caches[spec.draft]), None
         if not self.config.disable_radix_cache:
             root = Root(spec.tenant, spec.encoder_ids, spec.draft)
             scored = request.scored_len < request.score_end  # those rows are computed
@@ -243,7 +240,7 @@ class Scheduler:
         """Rows of running requests, then of waiting ones: nobody passes one who is held up."""
         if GENERATE not in self.kinds:
             return None
-        builder = self._builder(GENERATE)
+        builder = StepBuilder(self.kinds[GENERATE], self.config.chunked_prefill_size)
         held_up = not self._place_members(builder)
         running = self.running if len(self.running) > len(self._members) else []
         others = [request for request in running if request.members is None]
@@ -364,8 +361,8 @@ class Scheduler:
         return None
 
     def _embed(self) -> ScheduledStep | None:
-        builder, most = self._builder(EMBED), self.config.max_running_requests
-        while self.embeds and len(builder.rows) < most:
+        builder = StepBuilder(self.kinds[EMBED], self.config.chunked_prefill_size)
+        while self.embeds and len(builder.rows) < self.config.max_running_requests:
             request, ids = self.embeds[0], self.embeds[0].spec.prompt
             if len(ids) > builder.tokens:
                 break
@@ -375,7 +372,7 @@ class Scheduler:
 
     def _encode(self) -> ScheduledStep | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
-        builder = self._builder(ENCODE)
+        builder = StepBuilder(self.kinds[ENCODE], self.config.chunked_prefill_size)
         while self.waiting and not self.waiting[0].encoded:
             request, ids = self.waiting[0], self.waiting[0].spec.encoder_ids
             if len(ids) > builder.tokens or not self._admit(request):
@@ -385,9 +382,6 @@ class Scheduler:
             table.reserve(0, cross_len=len(ids))
             builder.add(ScheduledRows(request, len(ids), (), 0, table, cross_new=len(ids)), ids)
         return self._step(builder)
-
-    def _builder(self, name: str) -> StepBuilder:
-        return StepBuilder(self.kinds[name], self.config.chunked_prefill_size)
 
     def _step(self, builder: StepBuilder) -> ScheduledStep | None:
         if not builder.rows:
