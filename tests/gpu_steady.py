@@ -28,7 +28,7 @@ from gpu_engine_cells import save
 
 from lockstep.config import EngineConfig
 from lockstep.llm.engine import Engine, load
-from lockstep.run.arena import Arena
+from lockstep.run.step import Arena
 from lockstep.sample.params import SamplingParams
 
 RUNNING = 8

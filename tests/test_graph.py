@@ -22,9 +22,9 @@ from lockstep.models import loader
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import build
 from lockstep.plan.step import Bucket
-from lockstep.run.arena import Arena
 from lockstep.run.graph import captures
 from lockstep.run.runner import SETTING, Runner, null_work, read_settings, resolved, write_settings
+from lockstep.run.step import Arena
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError

@@ -32,8 +32,8 @@ from lockstep.llm.generation import Generation
 from lockstep.models import loader
 from lockstep.ops import Routing
 from lockstep.plan.bucket import Buckets
-from lockstep.run.arena import Arena
 from lockstep.run.kind import GENERATE
+from lockstep.run.step import Arena
 from lockstep.sample.params import SamplingParams
 
 Options = dict[str, Any]  # of an engine

@@ -23,10 +23,9 @@ from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, ints
-from lockstep.run.arena import Arena
 from lockstep.run.graph import Graph, Studio, captures
 from lockstep.run.kind import DRAFTS, GENERATE, VERIFY, StepKind
-from lockstep.run.step import Step, Variants, bind, handles_of, layout_of, lower
+from lockstep.run.step import Arena, Step, Variants, bind, handles_of, layout_of, lower
 from lockstep.run.tape import Tape
 from lockstep.sample.formulas import FLOATS, INTS
 from lockstep.sample.sampler import Settings

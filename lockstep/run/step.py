@@ -1,4 +1,5 @@
-"""A step on its way to a launch: `lower` on the host, then `bind`, and what a model's layers see.
+"""A step on its way to a launch: `lower` on the host, into the arena, then `bind`, and what a
+model's layers see.
 
 A launch moves keys that the plan relocates, then, layer by layer, writes this step's keys and
 attends: always in this order, in one place. A bound step knows addresses, no request and no plan.
@@ -8,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
@@ -16,12 +18,51 @@ from lockstep.ops import operation
 from lockstep.plan import image as plan_image
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Ints, StepPlan
-from lockstep.types import GroupSpec
+from lockstep.types import GroupSpec, RuleError
 
 if TYPE_CHECKING:
     from lockstep.nn.attention import GroupLayer  # which loads the kernels
 
 Variants = tuple[Hashable, ...]  # which launch a step is, where its bucket does not say it
+
+
+class Arena:
+    """Room for an image of `capacity` int32, at one address: all that a launch reads but weights
+    and cache. `host` is filled first, `load` copies it to the device: one copy per step. On a GPU
+    there are two places to fill, in turns, and one is filled again only when its copy has run."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._slots = [
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(1 + pinned)
+        ]
+        event: Any = torch.cuda.Event
+        self._copied = [event() for _ in self._slots] if pinned else []
+        self._arrays = [slot.numpy() for slot in self._slots]
+        self._turn = 0
+        self._image = self.buffer[:0]  # as it was loaded last
+
+    def host(self, length: int) -> Ints:
+        """Where an image of `length` numbers is written: the next place whose copy has run."""
+        if length > len(self.buffer):
+            rule = f"a step's image has at most {len(self.buffer)} numbers"
+            raise RuleError(rule, str(length), "Schedule less per step, or enlarge the arena")
+        self._turn = (self._turn + 1) % len(self._slots)
+        if self._copied and not self._copied[self._turn].query():
+            self._copied[self._turn].synchronize()
+        return self._arrays[self._turn][:length]
+
+    def load(self, length: int) -> Tensor:
+        """Copies the image to the device and returns it there."""
+        if self._image.shape[0] != length:
+            self._image = self.buffer[:length]
+        if self._copied:
+            self._image.copy_(self._slots[self._turn][:length], non_blocking=True)
+            self._copied[self._turn].record()
+        else:  # by numpy, on this thread
+            self._image.numpy()[:] = self._arrays[self._turn][:length]
+        return self._image
 
 
 @dataclass(frozen=True, eq=False)

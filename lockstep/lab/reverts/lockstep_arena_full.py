@@ -10,7 +10,7 @@ Mechanism:
 2. That step comes: every request present, every page in use.
 3. It is refused, and so is every repetition: the scheduler schedules the same step again.
 Key functions:
-`run.arena.Arena.host`.
+`run.step.Arena.host`.
 Symptom:
 An engine at its limit raises for ever, and says that a plan has at most n numbers and this one n.
 Risk and impact:
@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.types import RuleError
 
 SOURCE = "class: a capacity off by one"
-TARGET = "lockstep.run.arena:Arena.host"
+TARGET = "lockstep.run.step:Arena.host"
 CELLS = ("capacity/llama",)
 RELATED = ("lockstep-bucket-full", "sglang-27360")
 

@@ -11,7 +11,7 @@ Mechanism:
 2. The next has the same bucket and the same counts, hence the same header.
 3. The launch computes the step before once more.
 Key functions:
-`run.arena.Arena.load`, which copies all of it, always.
+`run.step.Arena.load`, which copies all of it, always.
 Symptom:
 A request repeats its token for as long as nobody arrives and nobody leaves.
 Risk and impact:
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: a buffer that is not refreshed (compare sgl-project/sglang#25015)"
-TARGET = "lockstep.run.arena:Arena.load"
+TARGET = "lockstep.run.step:Arena.load"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
 RELATED = ("vllm-35175",)
 
