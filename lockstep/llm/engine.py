@@ -31,7 +31,7 @@ from lockstep.kv.pool import cache_size
 from lockstep.kv.tables import PagePool
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing, garbage_waits
-from lockstep.llm.generation import Ending, Generation, StepResult, Text
+from lockstep.llm.generation import Ending, Generation, StepResult
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, elements, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
@@ -296,7 +296,7 @@ class Engine:
                 rule = "a request that is not done has its id for itself"
                 raise RuleError(rule, f"a second {spec.request_id!r}", "Name it otherwise")
             request = Request(spec, self.scheduler.arrivals)
-            text = Text(self.tokenizer, self.info.eos_token_ids)
+            text = (self.tokenizer, self.info.eos_token_ids)
             generation = Generation(params, request, text, caller)
             if generated:
                 generation.go_on(generated)

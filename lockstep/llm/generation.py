@@ -22,13 +22,7 @@ from lockstep.text import Stream, Tokenizer
 from lockstep.types import RuleError
 
 Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it
-
-
-class Text(NamedTuple):
-    """What text is made with: nothing, if there is no tokenizer; and the model's ends of text."""
-
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
+Text = tuple[Tokenizer | None, tuple[int, ...]]  # what it is made with, and the model's ends of it
 
 
 class CompletionState:
@@ -49,11 +43,12 @@ class CompletionState:
         self.finish: str | None = None
         self.over: str | None = None  # why it ends, if its tokens are all there already
         self.error = ""
-        self.tokenizer = None if given else text.tokenizer
+        tokenizer, eos_ids = text
+        self.tokenizer = None if given else tokenizer
         self.searched = self.tokenizer is not None and bool(params.stops)  # for stop strings
         self.scored = params.top_logprobs is not None
         self.speculated = NOT_SPECULATED
-        self.end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else text.eos_ids)))
+        self.end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else eos_ids)))
         self.ahead: list[str] = []  # text of tokens that are being settled
         self._stream: Stream | None = None
         self._pushed = -1  # tokens whose text the stream has given; -1 while it moves
@@ -142,9 +137,9 @@ class Generation:
         self, params: SamplingParams, request: Request, text: Text, caller: Caller | None = None
     ) -> None:
         self.params, self.request, self.caller = params, request, caller
-        self.prompt_ids = request.spec.prompt
         spec, each = request.spec, params.completions()
-        prompt, most = spec.prompt, spec.max_new_tokens
+        prompt = self.prompt_ids = spec.prompt
+        most = spec.max_new_tokens
         self.completions = [CompletionState(each[0], prompt, text, given=i) for i in spec.items]
         if not spec.items:
             self.completions = [CompletionState(one, prompt, text, most) for one in each]
