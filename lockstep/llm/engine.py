@@ -342,23 +342,6 @@ class Engine:
             self._changing = False
         return self._publish(touched)
 
-    def _begin(self) -> tuple[list[Generation], int]:
-        """Launches the next step: whom the one before touched, if that had to be settled first, and
-        how many steps are settled later."""
-        touched = self._settle(0) if self._held else []
-        self._held = False
-        if self.speculation is not None:
-            self.speculation.propose(self.scheduler, self._params_of)
-        step = self.scheduler.schedule()
-        if step is None:
-            return touched, 0
-        self.scheduler.advance(step)
-        self._launched.append(self._launch(step))
-        if self.speculation is not None:
-            self._held = self.overlap and self.speculation.hold(step)
-            self.speculation.launched(self.scheduler, step, self._launched[-1].hidden)
-        return touched, int(self.overlap)
-
     def news(self, generation: Generation) -> tuple[list[Chunk], bool]:
         """What came for a generation since the last call, and whether that was all."""
         with Turn(self._turns):
