@@ -72,9 +72,9 @@ class Handle:
         """The call of a kernel without addresses of tensors, and the bytes of memory that each of
         its threads needs; `keys`: bytes of a number, then strides of k and v."""
         spec, table, blocks = self.spec, self.table, len(self.table.blocks)
-        (item, *strides), rows = keys, self.largest * spec.group_size
+        item, *strides = keys
         d_qk, d_v = order.stored_len(spec.d_qk), order.stored_len(spec.d_v)
-        each = attend.memory_bytes(d_qk, d_v, self.tile, rows)
+        *areas, each = attend.layout(d_qk, d_v, self.tile, self.largest * spec.group_size)
         # by all rows together, about: every request's pages, by rows per request
         pages_seen = len(table.page_ids) * len(table.lo) // max(1, len(table.page_indptr) - 1)
         products = pages_seen * self.page_size * spec.heads * (d_qk + d_v)
@@ -83,7 +83,7 @@ class Handle:
         group = (spec.kv_heads, self.page_size, self.tile, self.split, code)
         arrays = (*map(where, table), blocks)
         sizes = (0, spec.heads, spec.group_size, d_qk, d_v, *(item * step for step in strides))
-        entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, rows)
+        entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, *areas)
         units = blocks * spec.kv_heads
         return threads.Call(work, entries, units, threads.team(units, cost_ns), cost_ns), each
 

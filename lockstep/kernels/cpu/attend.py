@@ -8,8 +8,9 @@ that a row does not see leaves its state as it was. Called by the CPU backend.
 """
 
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from lockstep.kernels.cpu import elementary, lanes, loops, threads
 from lockstep.kernels.cpu.elementary import exp2, log2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, load, maximum, mul, select, splat, store, sub
 from lockstep.kernels.cpu.loops import FLOAT32, ROWS, VECTOR_BYTES, VECTORS
-from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, int32_at, int64_at
+from lockstep.kernels.cpu.threads import ENTRIES, address, claim, int32_at
 from lockstep.order import LANES, LN2
 from lockstep.plan.address import listed, paged
 
@@ -27,16 +28,14 @@ types = lanes.types
 INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
 TO_LN = np.float32(LN2)
 NOWHERE = np.int64(2**62)  # above every position
-# The entries of a call, as the backend's `prepared` lays them down: addresses, then sizes; strides
-# of slots and heads are in bytes, and a unit has at most so many rows.
+# The entries of a call, as the backend's `prepared` lays them down, before those of a Scratch:
+# addresses, then sizes; strides of slots and heads are in bytes.
 KernelArgs = namedtuple(
     "KernelArgs",
     "q k v out lse page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks "
     "block_count kv_heads page_size tile split code layer heads group d_qk d_v k_slot k_head "
-    "v_slot v_head memory memory_bytes rows",
+    "v_slot v_head memory memory_bytes",
 )
-INTS, FLOATS = map(types.CPointer, (types.int32, types.float32))
-ARRAYS = {"lse": FLOATS, "layer": FLOATS, **dict.fromkeys(KernelArgs._fields[5:13], INTS)}
 LAYER, MEMORY = map(KernelArgs._fields.index, ("layer", "memory"))  # where these stand
 PRE, C, V_SCALE, SINKS = range(4)  # of a layer's constants: the backend's `constants`
 Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
@@ -52,9 +51,6 @@ class Scratch(NamedTuple):
     acc: Any  # [rows][v_stride] of the split
     total: Any  # [rows][v_stride] folded
     zeros: Any  # a key row of zeros
-    q_stride: Any  # bytes
-    v_stride: Any  # bytes
-    p_stride: Any  # bytes
     m: Any  # float32[rows] running maximum of the split, raw score units
     sum: Any  # float32[rows] running sum of the split
     alpha: Any  # float32[rows] rescale of this tile
@@ -64,6 +60,9 @@ class Scratch(NamedTuple):
     last: Any
     k_at: Any  # int64[tile] byte address of every key's row
     v_at: Any
+    q_stride: Any  # bytes
+    v_stride: Any  # bytes
+    p_stride: Any  # bytes
 
 
 # ---- the small texts that the lab replaces ----
@@ -348,11 +347,6 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
     return lanes.canonical(np.float32(np.float64(top) + log2(np.float64(total)))) if seen else -INF
 
 
-def natural(lse2: Any) -> Any:
-    """An LSE in base 2 as everybody wants it."""
-    return mul(lse2, TO_LN)
-
-
 def run_unit(job: Any, scratch: Any, unit: Any) -> None:
     """All tiles that the unit sees, ascending, split by split; then its output."""
     rows, lo, hi, tail = begin_unit(job, scratch, unit)
@@ -374,72 +368,63 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
     for row in range(rows):
         token, head = unit.begin + row // job.group, unit.head * job.group + row % job.group
         target = job.out + 4 * job.d_v * (token * job.heads + head)
-        job.lse[token * job.heads + head] = natural(end_row(job, scratch, row, target, head))
+        job.lse[token * job.heads + head] = mul(end_row(job, scratch, row, target, head), TO_LN)
 
 
 # ---- a call ----
 
+INT32S, FLOAT32S, INT64S = map(types.CPointer, (types.int32, types.float32, types.int64))
+ARRAYS = {  # fields that are indexed; others are numbers
+    **dict.fromkeys(KernelArgs._fields[5:13], INT32S),
+    **dict.fromkeys(("lse", "layer", "m", "sum", "alpha", "m2", "sum2"), FLOAT32S),
+    **dict.fromkeys(("first", "last", "k_at", "v_at"), INT64S),
+}
 
-def padded(n: Any, unit: Any) -> Any:
-    """n rounded up to a multiple of `unit`."""
-    return (n + unit - 1) // unit * unit
+
+def fields(kind: Any, areas: Collection[str] = ()) -> Any:
+    """Build `f(entries, memory)`: the entries from an address on as a named tuple; `areas` are
+    so many bytes behind `memory`."""
+    kinds = [ARRAYS.get(name, types.int64) for name in kind._fields]
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        (entries, memory), values = args, []
+        for nth, (name, of) in enumerate(zip(kind._fields, kinds, strict=True)):
+            value = lanes.load_ir(builder, entries, 8 * nth, of=lanes.I64, align=8)
+            if name in areas:
+                value = builder.add(value, memory)
+            if name in ARRAYS:
+                value = builder.inttoptr(value, context.get_value_type(of))
+            values.append(value)
+        return context.make_tuple(builder, sig.return_type, values)
+
+    def typed(typingctx: Any, entries: Any, memory: Any) -> Any:
+        return types.NamedTuple(kinds, kind)(entries, memory), emit
+
+    return intrinsic(typed)
 
 
-def layout(d_qk: Any, d_v: Any, tile: Any, rows: Any, q: Any) -> Any:
-    """Where the areas of a worker's memory begin, from address q on, and where the last one ends.
-    `state` has five numbers per row, `spans` two; `tables` two per key."""
-    q_bytes, v_bytes = 4 * padded(d_qk, LANES), 4 * padded(d_v, LANES)
-    keys = q + rows * q_bytes
-    v = keys + 4 * d_qk * tile
-    p = v + tile * v_bytes
-    acc = p + 4 * rows * tile
-    total = acc + rows * v_bytes
-    zeros = total + rows * v_bytes
-    state = zeros + q_bytes
-    tables = state + 20 * padded(rows, LANES)
-    spans = tables + 16 * tile
-    return q, keys, v, p, acc, total, zeros, state, tables, spans, spans + 16 * rows
+unpack, carve = fields(KernelArgs), fields(Scratch, Scratch._fields[:-3])
+SCRATCH = ENTRIES + 8 * len(KernelArgs._fields)  # where its entries begin
 
 
 @lru_cache(64)
-def memory_bytes(d_qk: int, d_v: int, tile: int, rows: int) -> int:
-    """Of a worker, a multiple of 64."""
-    return int(padded(layout(d_qk, d_v, tile, rows, 0)[-1], 64))
-
-
-def carve(job: Any, memory: Any) -> Any:
-    """The Scratch of a worker in its memory."""
-    areas, rows = layout(job.d_qk, job.d_v, job.tile, job.rows, memory), job.rows
-    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = areas
-    q_stride, v_stride = 4 * padded(job.d_qk, LANES), 4 * padded(job.d_v, LANES)
-    row = 4 * padded(rows, LANES)
-    for byte in range(0, q_stride, VECTOR_BYTES):
-        store(zeros + byte, splat(ZERO))
-    return Scratch(
-        q, keys, v, p, acc, total, zeros, q_stride, v_stride, 4 * job.tile,
-        float32_at(state), float32_at(state + row), float32_at(state + 2 * row),
-        float32_at(state + 3 * row), float32_at(state + 4 * row),
-        int64_at(spans), int64_at(spans + 8 * rows),
-        int64_at(tables), int64_at(tables + 8 * job.tile),
-    )  # fmt: skip
-
-
-@intrinsic
-def unpack(typingctx: Any, entries: Any) -> Any:
-    """The KernelArgs of a call, from the address of its entries."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return lanes.load_ir(builder, *args, of=context.get_value_type(sig.return_type), align=8)
-
-    kinds = [ARRAYS.get(name, types.int64) for name in KernelArgs._fields]
-    return types.NamedTuple(kinds, KernelArgs)(entries), emit
+def layout(d_qk: int, d_v: int, tile: int, rows: int) -> tuple[int, ...]:
+    """The entries of a Scratch for so many rows, and the bytes of memory that it takes, a multiple
+    of 64."""
+    q, v, row = (4 * LANES * -(-n // LANES) for n in (d_qk, d_v, rows))
+    areas = (rows * q, 4 * d_qk * tile, tile * v, 4 * rows * tile, rows * v, rows * v, q)
+    tables = (*[row] * 5, *[8 * rows] * 2, *[8 * tile] * 2)
+    *begins, end = accumulate((*areas, *tables), initial=0)
+    return (*begins, q, v, 4 * tile, -(-end // 64) * 64)
 
 
 def work(at: Any, worker: Any) -> None:
     """What a thread does in a call: units until none is left, last blocks first: under causality
     they see the most keys."""
-    job = unpack(at + ENTRIES)
-    scratch = carve(job, job.memory + worker * job.memory_bytes)
+    job = unpack(at + ENTRIES, 0)
+    scratch = carve(at + SCRATCH, job.memory + worker * job.memory_bytes)
+    for byte in range(0, scratch.q_stride, VECTOR_BYTES):
+        store(scratch.zeros + byte, splat(ZERO))
     nth = claim(at, worker)
     while nth >= 0:
         block = int32_at(job.blocks + 12 * (job.block_count - 1 - nth // job.kv_heads))

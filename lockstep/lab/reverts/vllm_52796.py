@@ -13,8 +13,8 @@ Mechanism:
    the error is largest.
 Key functions:
 vLLM's merge of chunked context (known from the issue; SGLang has the same pattern in two places).
-Here `natural` in the CPU's kernel, the one place where its base 2 becomes natural; the revert
-takes it back behind the call.
+Here the last line of the CPU's `run_unit`, the one place where its base 2 becomes natural; the
+revert takes it back behind the call.
 Symptom:
 Warm runs differ from cold ones. Where nothing is merged, only a look at the LSE itself shows it:
 this revert breaks that property alone.
