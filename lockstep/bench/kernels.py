@@ -25,9 +25,8 @@ from lockstep.kernels.cpu.gemm import Panels
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import table
 from lockstep.ops import Activation, CosSin, Heads
-from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row
+from lockstep.sample.sampler import Row, settings
 from lockstep.sched.request import Batch
 
 DONE = table("kernels.toml", "lockstep.bench")
@@ -126,14 +125,12 @@ def samplers(t: int) -> Iterator[Calls]:
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
 
     def tensors(logits: Tensor) -> Tensor:
-        scores, ids = (logits / params.temperature).sort(descending=True)
-        shares = scores.softmax(-1)
+        shares, ids = (logits / params.temperature).softmax(-1).sort(descending=True)
         kept = shares * (shares.cumsum(-1) - shares < params.top_p)
         return ids.gather(1, torch.multinomial(kept, 1))
 
     for vocab in (4096, 32_000) if t <= 64 else ():
-        how = sampler.settings([Row(params, i) for i in range(t)], vocab)
-        logits = noise(t, vocab) * 3
+        how, logits = settings([Row(params, i) for i in range(t)], vocab), noise(t, vocab) * 3
         ours = partial(OPS.sample_tokens, logits, *how)
         yield "sampler", f"top-p of {vocab}", ours, partial(tensors, logits)
 

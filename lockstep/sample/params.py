@@ -221,7 +221,9 @@ def _logprobs(name: str, value: Any) -> int | bool | None:
 
 
 def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
-    """The elements of a list, few enough."""
+    """The elements of a list, few enough; none of None."""
+    if value is None:
+        return []
     rule = f"{name} is a list of at most {most} {what}"
     error = RuleError(rule, shown(value), "Pass a list")
     if isinstance(value, str | bytes | Mapping):
@@ -238,7 +240,7 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [value]
-    items = [] if value is None else _listed("stop", value, "strings", MAX_STOPS)
+    items = _listed("stop", value, "strings", MAX_STOPS)
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
             got = f"one of {len(item)} characters" if isinstance(item, str) else shown(item)
@@ -251,7 +253,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
-    items = [] if value is None else _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
+    items = _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
     return tuple(dict.fromkeys(_id("a stop token id", item) for item in items))
 
 
