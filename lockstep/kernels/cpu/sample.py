@@ -110,19 +110,14 @@ def members(x: Any, top: Any, which: Any, count: Any) -> Any:
     return np.sort(ranks)
 
 
-def histogram(x: Any, top: Any, counts: Any, sums: Any) -> None:
-    """Add the number and the weights of the finite scores of every bucket."""
-    for i in range(len(x)):
-        if x[i] > MINUS_INF:
-            b = bucket(x[i], top)
-            counts[b] += 1
-            sums[b] += exponential(x[i], top)
-
-
 def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
     """The rank of the last token that top-k and then top-p keep."""
     counts, sums = np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS, np.int64)
-    histogram(x, top, counts, sums)
+    for i in range(len(x)):
+        if x[i] > MINUS_INF:
+            at = bucket(x[i], top)
+            counts[at] += 1
+            sums[at] += exponential(x[i], top)
     last, total, left, b = np.int64(f.FARTHEST), np.int64(0), np.int64(top_k), 0
     while b < BUCKETS and counts[b] < left:
         total += sums[b]
@@ -135,7 +130,8 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
             total += exponential(x[last & f.ID_MASK], top)
     if top_p >= 1:
         return last
-    need, b = needed(total, top_p), 0
+    share = np.int64(math.ceil(wide_float(total) * top_p))
+    need, b = max(np.int64(1), min(total, share)), 0  # at least 1, so that one token is kept
     while sums[b] < need:
         need -= sums[b]
         b += 1
@@ -145,11 +141,6 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
         need -= exponential(x[last & f.ID_MASK], top)
         j += 1
     return last
-
-
-def needed(total: Any, top_p: Any) -> Any:
-    """The weight that the kept tokens reach together: at least 1, so that one is kept."""
-    return max(np.int64(1), min(total, np.int64(math.ceil(wide_float(total) * top_p))))
 
 
 def cut(x: Any, top: Any, top_k: Any, top_p: Any, min_log: Any) -> None:
