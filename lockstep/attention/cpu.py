@@ -112,7 +112,7 @@ class Backend(base.Backend):
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         """What the kernel finds in the image."""
         page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
-        rows, derived = bucket.tokens, views.derived
+        rows, derived = bucket.tokens, views.derived.numpy()  # which torch would slice without lock
         seen = (derived[:rows], derived[rows : 2 * rows], derived[2 * rows :].reshape(-1, 3))
         table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views), *seen)
         return Handle(
