@@ -28,8 +28,8 @@ from lockstep.llm.engine import Engine, Launched, Parts, prepare
 from lockstep.llm.output import Completion, Output
 from lockstep.models.loader import Loaded
 from lockstep.plan import check as rules
-from lockstep.plan.bucket import Buckets, power
-from lockstep.plan.build import RequestWork, build
+from lockstep.plan.bucket import Buckets
+from lockstep.plan.build import RequestWork, build, power
 from lockstep.plan.check import check
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import PagedGroup, StepPlan, ints

@@ -16,7 +16,7 @@ from lockstep.kernels.triton import items, launch
 from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Arguments, Tuning
 from lockstep.kv.pool import Keys, widened
-from lockstep.plan.bucket import power
+from lockstep.plan.build import power
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError

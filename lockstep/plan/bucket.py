@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from lockstep.plan.build import NO_PAGES, indptr
+from lockstep.plan.build import NO_PAGES, indptr, power
 from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints, joined
 from lockstep.types import RuleError
 
@@ -84,11 +84,6 @@ class Buckets:
             return -(-n // largest) * largest
         rule = f"a step has at most {largest} {what}"
         raise RuleError(rule, str(n), "Schedule less, or allow a larger bucket")
-
-
-def power(n: int) -> int:
-    """The power of two at or above n; 0 for 0."""
-    return 1 << (n - 1).bit_length() if n else 0
 
 
 def pad_lens(tokens: int, requests: int) -> Ints:

@@ -293,8 +293,12 @@ def compiled() -> Any:
 
 def table_len(pages: int) -> int:
     """Entries of a page table that holds so many: few sizes, so that steps keep their shape."""
-    grain = max(LEAST_TABLE, 1 << max(0, pages.bit_length() - 3))
-    return -(-pages // grain) * grain
+    return power(max(pages, LEAST_TABLE)) if pages else 0
+
+
+def power(n: int) -> int:
+    """The power of two at or above n; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.kernels.triton.items import Rows
 from lockstep.order import AttentionOrder, stored_len
-from lockstep.plan.bucket import power
+from lockstep.plan.build import power
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 FEW = 16  # rows (token, head) of a request that still make one small block
