@@ -40,9 +40,6 @@ class Tuning:
     kernel: str = "plain"
 
 
-# ---- which shape serves whom ----
-
-
 def few(spec: GroupSpec, tree: bool = False) -> Tuning:
     """One small block per request and kv head, a program per split. A tree's second loop needs
     twice the registers."""
@@ -161,9 +158,6 @@ def alike(tuning: Tuning, mask: NDArray[np.bool_]) -> Choice:
     """Requests that are all split over programs, or none of them."""
     requests = np.flatnonzero(mask)
     return tuning, requests, np.full(len(requests), tuning.parts)
-
-
-# ---- a kernel's arguments ----
 
 
 def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool) -> Arguments:
