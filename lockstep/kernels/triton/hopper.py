@@ -28,10 +28,7 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(
-    dtype: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    PAGE: gl.constexpr, READERS: gl.constexpr,
-):  # fmt: skip
+def make_ring(dtype, D, TILE, STAGES, PAGE, READERS):
     """An empty ring that READERS read."""
     shape: gl.constexpr = [STAGES * (D // 64) * (TILE // PAGE), PAGE, 64]
     pages = gl.allocate_shared_memory(dtype, shape, WIDE)

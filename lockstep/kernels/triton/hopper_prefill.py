@@ -75,10 +75,7 @@ def begin_scores(room, i, pos, WG: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    room, o, p, m, l, c, i, tile, pos,
-    FRESH: gl.constexpr, MASK: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+def step(room, o, p, m, l, c, i, tile, pos, FRESH, MASK, WG):
     """Scores of this tile, the i-th of all, and values of the one before, together; then this
     tile's weights. FRESH: it begins a split, so that the values stay as they are."""
     s_token = begin_scores(room, i, pos, WG)
