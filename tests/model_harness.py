@@ -21,8 +21,8 @@ from lockstep.attention import select
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import PageTable
-from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
+from lockstep.run.runner import Share, StepDriver
 from lockstep.types import Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]

@@ -23,9 +23,8 @@ from lockstep.llm.engine import BUILTIN, Engine, Parts
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
 from lockstep.plan.build import RequestWork, build
-from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
-from lockstep.run.runner import Runner
+from lockstep.run.runner import Runner, Share, StepDriver
 from lockstep.sample.params import SamplingParams
 from lockstep.spec import eagle3
 from lockstep.spec.draft import DraftSetup

@@ -18,7 +18,7 @@ from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, run_cell
 from lockstep.lab.options import RunOptions
 from lockstep.plan import build
-from lockstep.run import driver
+from lockstep.run import runner
 from lockstep.types import RuleError
 
 SEEDS = ("sglang-24097", "sglang-26412", "sglang-26512", "sglang-26513", "sglang-27360")
@@ -86,8 +86,8 @@ def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(nam
 def test_a_bug_is_put_wherever_the_function_was_imported():
     right = build.paths
     with reverts.swapped(made()):
-        assert build.paths is not right and driver.paths is build.paths
-    assert build.paths is right and driver.paths is right
+        assert build.paths is not right and runner.paths is build.paths
+    assert build.paths is right and runner.paths is right
 
 
 def test_a_bug_leaves_after_an_exception():
@@ -97,7 +97,7 @@ def test_a_bug_leaves_after_an_exception():
         reverts.swapped(made()),
     ):
         build.paths((), 1)
-    assert build.paths is right and driver.paths is right
+    assert build.paths is right and runner.paths is right
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,8 @@ from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import RequestWork, build
 from lockstep.run import runner as runner_module
 from lockstep.run import tape as tape_module
-from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
-from lockstep.run.runner import Runner
+from lockstep.run.runner import Runner, Share, StepDriver
 from lockstep.run.step import layout_of, lower
 from lockstep.run.tape import Call as RecordedCall
 from lockstep.run.tape import Tape

@@ -32,8 +32,8 @@ from lockstep.lab.recipes import Accept, Act, Compute, Drop, Fork, Recipe, Scrip
 from lockstep.order import attention_order, device_class
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.step import Group, Ints, PagedGroup, StepPlan
-from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import ENCODE, GENERATE, StepKind
+from lockstep.run.runner import Share, StepDriver
 from lockstep.run.step import Step, layout_of
 from lockstep.types import Layout
 

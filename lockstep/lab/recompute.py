@@ -19,8 +19,8 @@ from lockstep.lab.tiny import CONTEXT, Letters
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.generation import Generation
 from lockstep.llm.output import Top
-from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import ENCODE, GENERATE, group_specs, kinds_of
+from lockstep.run.runner import Share, StepDriver
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Logprobs, log_probs
 from lockstep.types import GroupSpec, Layout

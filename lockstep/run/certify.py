@@ -37,8 +37,8 @@ from lockstep.models.bert import Bert
 from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.plan.bucket import Buckets
-from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, Kinds, group_specs, kinds_of
+from lockstep.run.runner import Share, StepDriver
 from lockstep.types import GroupSpec, Layout, RuleError
 
 ROWS = 64  # every row count up to this, and every multiple of it above
