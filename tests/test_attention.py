@@ -29,6 +29,10 @@ DENSE = GroupSpec(Layout.DENSE, 2, 1, 16, 16, (AttnSpec(0.25),), page_size=4)
 BACKENDS = ("cpu", "reference")
 
 
+def nans(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, torch.nan, device=device).to(dtype)
+
+
 def attend(
     name: str, spec: GroupSpec, q: Tensor, k: Tensor, v: Tensor, cached: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +41,7 @@ def attend(
     backend, _ = select.select(name, [spec], "cpu")
     fresh = spec.layout is Layout.FRESH
     pages = None if fresh else PagePool(64)
-    pool = None if fresh else Pool(spec, 64, Ops(), lambda s, d, _: torch.full(s, torch.nan).to(d))
+    pool = None if fresh else Pool(spec, 64, Ops(), nans)
     table = PageTable(CacheGroups((spec,), (pages,)))
     done = 0
     for new in [n for n in (cached, len(k) - cached) if n]:

@@ -22,8 +22,8 @@ from lockstep.order import stored_len
 from lockstep.plan.image import PlanArrays
 from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
+Allocate = Callable[..., Tensor]  # shape, dtype=, device=
 FRACTIONS = (0.3, 0.8)  # of the free memory, for the cache: of a machine's, of a GPU's
-Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
 
 class Keys(NamedTuple):
@@ -135,16 +135,11 @@ def arithmetic(groups: Sequence[tuple[GroupSpec, int]]) -> str:
     return "\n".join([*lines, f"total {total:,} B"])
 
 
-def empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory: nothing reads a slot that was not written."""
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
 class Pool:
-    """The storages of one group. The null page is zero at start, the rest whatever is allocated."""
+    """The storages of one group. The null page is zero at start; no other is read unwritten."""
 
     def __init__(
-        self, spec: GroupSpec, num_pages: int, ops: Ops, allocate: Allocate = empty
+        self, spec: GroupSpec, num_pages: int, ops: Ops, allocate: Allocate = torch.empty
     ) -> None:
         self.spec, self.num_pages, self.ops, device = spec, num_pages, ops, ops.device
         if device.type == "cpu":
@@ -154,7 +149,7 @@ class Pool:
         self.storages: list[tuple[Tensor, ...]] = []
         self._keys: list[Keys] = []
         for _ in spec.layers:
-            storages = tuple(allocate(shape, dtype, device) for shape in shapes)
+            storages = tuple(allocate(shape, dtype=dtype, device=device) for shape in shapes)
             for storage in storages:
                 _bits(storage)[: spec.page_size] = 0
             self.storages.append(storages)
