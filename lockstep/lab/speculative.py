@@ -29,7 +29,7 @@ HEAD_NOISE = 0.3  # the same, on most weights of a head
 OPTIONS: dict[str, dict[str, Any]] = table("speculative.toml")["tiny"]
 NGRAM, CHAIN, EAGLE, EAGLE3, WIDE = OPTIONS.values()
 TREE, EAGLE3_TREE = CHAIN | WIDE, EAGLE3 | WIDE
-HEADS = {"eagle": eagle.Eagle, "eagle3": eagle3.Eagle3}
+HEADS: dict[str, type[eagle.Head]] = {"eagle": eagle.Eagle, "eagle3": eagle3.Eagle3}
 
 
 @lru_cache(maxsize=16)

@@ -68,12 +68,12 @@ class Draft(Protocol):
 
     def observe(self, settled: SettledStep) -> None:
         """Called for every step that computed rows of a request that may speculate, in order."""
-        ...
+        return
 
     def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
         """Called when a step has been launched that verifies a chain of each of these requests, by
         as many rows each: what can be done meanwhile. `hidden` is that of `SettledStep`."""
-        ...
+        return
 
 
 class DraftModel(Protocol):

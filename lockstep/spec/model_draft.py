@@ -25,15 +25,23 @@ from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, single
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
 from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
-from lockstep.sample.formulas import NO_TOKEN
+from lockstep.sample.formulas import NO_TOKEN, counter
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import RowBatch, RowParams, Settings, sample, settings
+from lockstep.sample.sampler import (
+    RowBatch,
+    RowParams,
+    Settings,
+    apply_penalties,
+    noise_of,
+    sample,
+    settings,
+)
 from lockstep.sched.request import DraftTree, Request
-from lockstep.spec import beam
 from lockstep.spec.depth import Chances
 from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
 KEPT, LEAST = 1 << 11, 8  # states that are kept for the requests of a step, and for each at least
+LIKELY = 64  # tokens of a row that a tree is made of
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
 
@@ -86,6 +94,62 @@ class Chains(NamedTuple):
         """The first `steps` guesses of request k."""
         first, step = -1 - GUESSES - k, -self.slots
         return DraftTree(tuple(range(first, first + steps * step, step)), tuple(range(steps)))
+
+
+class Candidate(NamedTuple):
+    """The guesses up to a token, which stands behind another candidate."""
+
+    path: tuple[int, ...]
+    parent: int
+    score: float
+
+
+class Beam:
+    """The tree of one request in the making: its candidates, of which the first is the request's
+    last token, scored by log-probabilities summed along the path; the `level`, whose children come
+    next, and which of the level before stand `above` its own."""
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k, self.candidates = top_k, [Candidate((), 0, 0.0)]
+        self.level, self.above = [0], [0]
+        self._rows = [0]  # candidates that are computed, in order
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The guesses up to every node of the level."""
+        return [self.candidates[i].path for i in self.level]
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Of all nodes so far, those of the level last."""
+        above = [self.candidates[i].parent for i in self._rows[1:]]
+        return tuple([self._rows.index(parent) - 1 for parent in above])
+
+    def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> None:
+        """Children of every node of the level; the best of them are the next one."""
+        first, every = len(self.candidates), self.candidates
+        for node, own_scores, own_ids in zip(self.level, scores, ids, strict=True):
+            path, _, base = every[node]
+            every += [
+                Candidate((*path, token), node, base + score)
+                for token, score in zip(own_ids, own_scores, strict=True)
+                if score > float("-inf")
+            ]
+        level = self._best(range(first, len(every)), self.top_k)
+        self.above = [self.level.index(every[i].parent) for i in level]
+        self.level = level
+        self._rows += level
+
+    def tree(self, nodes: int) -> DraftTree:
+        """The best `nodes` of all."""
+        kept = [0, *self._best(range(1, len(self.candidates)), nodes)]
+        chosen = [self.candidates[i] for i in kept[1:]]
+        parents = [kept.index(each.parent) for each in chosen]
+        return DraftTree(tuple([each.path[-1] for each in chosen]), tuple(parents))
+
+    def _best(self, some: Sequence[int], count: int) -> list[int]:
+        """The best of some candidates, in their order."""
+        return sorted(sorted(some, key=lambda i: -self.candidates[i].score)[:count])
 
 
 class ModelDraft:
@@ -226,12 +290,12 @@ class ModelDraft:
             table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:
             self.model.states[: len(rows)] = self._gathered(states, rows)
-        counts = np.array([*ends.values()]) - lens
+        counts = [end - begin for end, begin in zip(ends.values(), lens, strict=True)]
         if width:
-            last = np.arange(len(ends)) * width + counts - 1
+            last = np.arange(len(ends)) * width + np.array(counts) - 1
             shape = replace(uniform(len(ends), width), emit=ints(last))
         else:
-            shape = shape_of(counts.tolist())
+            shape = shape_of(counts)
         out = self.runner.run(self._plan(kind, tables, lens, shape), ids, kind, how, chain=chain)
         for table in tables:
             if table.pending:
@@ -420,12 +484,12 @@ class ModelDraft:
 
     def _trees(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Behind every node of a level the best tokens; of these the best are the next level."""
-        beams, kind = [beam.Beam(self.top_k) for _ in asks], self.model.kind
+        beams, kind = [Beam(self.top_k) for _ in asks], self.model.kind
         live, out = list(range(len(asks))), self._begin(asks)
         while live:
             paths = [(asks[i], path) for i in live for path in beams[i].paths]
             rows = self._rows([ask for ask, _ in paths], [path for _, path in paths])
-            scores, ids = beam.best(self.model.logits(out.emitted), rows, self.top_k, self.eos_ids)
+            scores, ids = best(self.model.logits(out.emitted), rows, self.top_k, self.eos_ids)
             first, going, above = 0, list[int](), list[int]()
             for i in live:
                 end = first + len(beams[i].level)
@@ -476,3 +540,22 @@ def uniform(requests: int, width: int) -> BatchShape:
 def unscored(params: SamplingParams) -> SamplingParams:
     """The same, without log-probabilities: nobody wants those of guesses."""
     return replace(params, logprobs=None)
+
+
+def best(
+    logits: Tensor, batch: RowBatch, k: int, eos_ids: tuple[int, ...]
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
+    draft and with the row's own noise."""
+    rows = [batch.row(r) for r in range(len(logits))]
+    scores = apply_penalties(logits.float(), batch, eos_ids)
+    scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
+    heated = [r for r, row in enumerate(rows) if row.params.temperature > 0]
+    if heated:
+        device, hot = scores.device, [rows[r] for r in heated]
+        heat = torch.tensor([row.params.temperature for row in hot], device=device)
+        keys = [counter(r.params.seed or 0, r.params.sample_index, r.position) for r in hot]
+        drawn = noise_of(torch.tensor(keys, device=device), ids[heated])
+        scores[heated] = scores[heated] / heat[:, None] + drawn
+    top = torch.log_softmax(scores, -1).topk(min(k, scores.shape[1]))
+    return top.values.tolist(), ids.gather(1, top.indices).tolist()

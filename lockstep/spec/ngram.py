@@ -7,10 +7,8 @@ the rows that verify it, and nothing else. Knows token ids; the engine calls it.
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
 from lockstep.sched.request import DraftTree, Request
-from lockstep.spec.draft import LAG, NO_DRAFT, DraftRequest, SettledStep
+from lockstep.spec.draft import LAG, NO_DRAFT, Draft, DraftRequest
 
 LONGEST, SHORTEST = 5, 2  # tokens that have to be the same
 
@@ -40,8 +38,8 @@ class Index:
         return None
 
 
-class NgramDraft:
-    """A `Draft`: a chain of tokens that were there before."""
+class NgramDraft(Draft):
+    """A chain of tokens that were there before: they are looked at when it is wanted."""
 
     knows_chances, lag = False, LAG
 
@@ -50,12 +48,6 @@ class NgramDraft:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         return [self._chain(ask) for ask in requests]
-
-    def observe(self, settled: SettledStep) -> None:
-        """Tokens are looked at when a chain is wanted."""
-
-    def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
-        """There is nothing to do meanwhile."""
 
     def _chain(self, ask: DraftRequest) -> DraftTree:
         tokens = ask.request.tokens
