@@ -87,7 +87,7 @@ def cut(
             low = min(low, high)
             split, all_splits = np.searchsorted(edges, low, "right") - 1, 0
             if high > low:
-                all_splits = np.searchsorted(edges, high - 1, "right") - split
+                all_splits = int(np.searchsorted(edges, high - 1, "right") - split)
             count, splits, rows_of_parts = 1, all_splits, 0
             if parts[k]:
                 count, splits = max(all_splits, 1), 1
