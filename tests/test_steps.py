@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lockstep.lab import golden, interrupt
 from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
+from lockstep.llm.calls import garbage_waits
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.generation import CompletionState
 from lockstep.sample.params import SamplingParams
@@ -322,6 +324,31 @@ def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
     assert job.done and interrupt.bits(job.output("")) == want
 
 
+def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
+    disable, there, left = gc.disable, threading.Event(), threading.Event()
+
+    def late() -> None:
+        """The second thread has seen that nobody looks, and comes when the first has left."""
+        there.set()
+        left.wait(5)
+        disable()
+
+    def second() -> None:
+        with garbage_waits():
+            there.set()
+
+    with garbage_waits():
+        monkeypatch.setattr(gc, "disable", late)
+        thread = threading.Thread(target=second)
+        thread.start()
+        there.wait(5)
+    left.set()
+    thread.join()
+    looks = gc.isenabled()
+    gc.enable()
+    assert looks
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_garbage_waits_until_a_step_is_launched_or_has_failed(collects, monkeypatch):
     """While the device has nothing to do; whoever collects none himself goes on so."""
@@ -343,4 +370,4 @@ def test_garbage_waits_until_a_step_is_launched_or_has_failed(collects, monkeypa
         made.step()
     fails.append(False)
     made.step()
-    assert calls == ["off", "launch", *["on"] * collects] * 2
+    assert calls == [*["off"] * collects, "launch", *["on"] * collects] * 2

@@ -33,7 +33,8 @@ def garbage_waits() -> Iterator[None]:
     """Python looks for none in the block: that may take longer than a step."""
     collects = gc.isenabled()
     try:
-        gc.disable()
+        if collects:  # where another thread waits too, that one lets it look again
+            gc.disable()
         yield
     finally:
         if collects:
