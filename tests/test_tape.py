@@ -289,6 +289,17 @@ def test_a_launch_is_replayed_with_as_many_threads_as_it_was_recorded_with():
     assert seen == [0, 0, 0, 0, 0, 1, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("model", [tiny.LLAMA, tiny.GPT_OSS], ids=lambda model: model.name)
+def test_inference_mode_around_some_steps_and_not_around_others_changes_no_bit(model):
+    options = {"kv_cache_dtype": "float16"}  # which torch writes
+    want = answers(engine(model, graphs=False, **options), ARRIVALS)
+    usual = engine(model, **options)
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            assert answers(usual, ARRIVALS) == want
+    assert len({signature.threads for signature in usual.runner.tapes}) == 2
+
+
 def test_launches_that_are_kept_are_few(monkeypatch):
     monkeypatch.setattr(runner_module, "TAPES", 2)
     usual = engine(tiny.LLAMA)

@@ -89,7 +89,7 @@ class Signature:
     kind: StepKind
     variants: Variants
     addresses: tuple[int, ...]  # of the image, and of buffers that a planner keeps
-    threads: tuple[int, ...]  # what calls of the CPU's kernels depend on
+    threads: tuple[int, ...]  # what calls of the CPU's kernels and tensors of torch depend on
     cuts: bool | None = None  # of the sampler; None: the launch has none
     chain: Chain | None = None
 
@@ -197,7 +197,7 @@ class Runner:
             kind=kind,
             variants=variants,
             addresses=(image.data_ptr(), *planner_buffers(layout, image, variants, self.backend)),
-            threads=() if self.studio else setting(),
+            threads=() if self.studio else (*setting(), torch.is_inference_mode_enabled()),
             cuts=how.cuts if how else None,
             chain=chain,
         )

@@ -75,7 +75,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if threads.OWN.tape is None or func.is_view:
+        if threads.OWN.tape is None:
             return func(*args, **kwargs)
         if asks_numbers(func, args):
             rule = "the shapes of a recorded launch are those of its bucket"
