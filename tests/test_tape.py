@@ -26,6 +26,7 @@ from lockstep.kv import pool as kv_pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
+from lockstep.nn import decoder
 from lockstep.ops import Activation, active_modes, marked, operation
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import RequestWork, build
@@ -298,6 +299,22 @@ def test_inference_mode_around_some_steps_and_not_around_others_changes_no_bit(m
         with torch.inference_mode(inside):
             assert answers(usual, ARRIVALS) == want
     assert len({signature.threads for signature in usual.runner.tapes}) == 2
+
+
+def test_a_model_that_asks_its_numbers_runs_as_before_unless_every_launch_is_to_be_recorded(
+    monkeypatch,
+):
+    block = decoder.Block.__call__
+
+    def halved(self: Any, *rows: Any) -> Any:
+        hidden, residual = block(self, *rows)
+        return hidden.index_put((hidden > 0.5,), hidden[hidden > 0.5] / 2), residual
+
+    monkeypatch.setattr(decoder.Block, "__call__", halved)
+    want = answers(engine(tiny.LLAMA, graphs=False), ARRIVALS)
+    assert answers(engine(tiny.LLAMA), ARRIVALS) == want
+    with pytest.raises(RuleError, match="which asks the numbers"):
+        answers(engine(tiny.LLAMA, graphs=True), ARRIVALS)
 
 
 def test_launches_that_are_kept_are_few(monkeypatch):

@@ -338,14 +338,21 @@ class Runner:
                 self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
         elif self.studio or self.every or times >= STEADY:
             tape = Graph(self.studio) if self.studio else Tape(self._room)
-            tape.record(launch)
+            try:
+                tape.record(launch)
+            except RuleError:
+                if self.studio or self.every:
+                    raise
+                output = launch()  # of which the recorder alone said no, if that works
+                self.graphs = False
+                return output
             self.tapes[signature] = tape
             if not self.studio and not self.every:
                 self._drop()
         else:
             return launch()
-        output: StepOutput = tape.output
-        return output
+        recorded: StepOutput = tape.output
+        return recorded
 
     def _drop(self) -> None:
         """The oldest tapes go where there are many."""
