@@ -352,9 +352,8 @@ def test_a_call_has_as_many_threads_as_its_work_is_worth(monkeypatch):
 def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_other():
     each, team = 1 << 12, 5
     begin = threads.memory(each, team)
-    assert begin % 64 == 0 and begin + each * team <= threads.where(threads.OWN.memory) + len(
-        threads.OWN.memory
-    )
+    memory, _ = threads.OWN.memory
+    assert begin % 64 == 0 and begin + each * team <= threads.where(memory) + len(memory)
     assert threads.memory(each, team) == threads.memory(each, 1) == begin
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(threads.memory, each, team).result() != begin

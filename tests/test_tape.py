@@ -5,6 +5,8 @@ of running it; what was frozen when it was recorded goes stale, which is how a b
 from __future__ import annotations
 
 import os
+import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -196,6 +198,40 @@ def test_an_interrupt_while_recording_leaves_no_recorder_behind():
         with pytest.raises(KeyboardInterrupt):
             tape.record(launch)
         assert active_modes() == 0 and threads.OWN.tape is None
+
+
+def test_an_interrupt_leaves_no_address_of_memory_that_is_gone():
+    code, strikes = threads.memory.__code__, 0
+
+    def strike(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = frame.f_code is code
+        if event == "opcode" and frame.f_code is code:
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return strike
+
+    while strikes < 500:
+        left, traced, strikes = strikes, sys.gettrace(), strikes + 1
+        room = threads.Room()
+        threads.OWN.tape = Tape(room)
+        try:
+            sys.settrace(strike)
+            threads.memory(1 << 12, 4)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+            threads.OWN.tape = None
+        memory, address = room.memory
+        assert threads.where(memory) <= address < threads.where(memory) + 64
+    assert 10 < strikes < 500
+    room.empty((64,), np.float32)
+    blocks = next(each for each in room.free.values() if each)
+    lost = weakref.ref(blocks.pop()[0])
+    assert lost() is not None and len(room.places) == 1
 
 
 def interrupted(tape: Tape) -> None:

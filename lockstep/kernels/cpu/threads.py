@@ -316,7 +316,7 @@ class Own(threading.local):
         self.tape: Any = None  # that notes its calls (run/tape.py)
         self.turn_ns = 0  # when it released the interpreter's lock the last time
         self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
-        self.memory, self.address = aligned(0)  # of its workers
+        self.memory = aligned(0)  # of its workers
 
 
 class Call:
@@ -376,17 +376,18 @@ class Room:
     tapes too: of those that share it one runs at a time."""
 
     def __init__(self) -> None:
-        self.memory, self.address = aligned(0)  # of workers
+        self.memory = aligned(0)  # of workers
         self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size
-        self.places: list[tuple[int, int]] = []  # address and size of all
+        # all, address and size: one that an interrupt has lost is not given to others
+        self.places: list[tuple[Any, int, int]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """A new tensor."""
         wanted = np.dtype(dtype).itemsize * math.prod(shape)
         size = 1 << max(wanted - 1, LINE).bit_length()
         if not self.free[size]:
-            self.free[size].append(aligned(size))
-            self.places.append((self.free[size][0][1], size))
+            self.places.append((*aligned(size), size))
+            self.free[size].append(self.places[-1][:2])
         block = self.free[size].pop()
         begin = block[1] - where(block[0])
         array = block[0][begin : begin + wanted].view(dtype).reshape(shape)
@@ -396,12 +397,12 @@ class Room:
     def used(self) -> int:
         """Bytes that somebody holds."""
         free = sum(size * len(blocks) for size, blocks in self.free.items())
-        return sum(size for _, size in self.places) - free
+        return sum(size for *_, size in self.places) - free
 
     def holds(self, tensor: Any) -> bool:
         """Whether that is a tensor in this memory."""
         at = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
-        return any(begin <= at < begin + size for begin, size in self.places)
+        return any(begin <= at < begin + size for _, begin, size in self.places)
 
 
 def setting() -> tuple[int, int]:
@@ -419,11 +420,11 @@ def memory(each: int, team: int) -> int:
     """The address of `each` bytes, a multiple of 64, for every worker of a call: the calling
     thread's own until it asks again."""
     own: Any = OWN if OWN.tape is None else OWN.tape.room
-    if len(own.memory) < each * team + 64:
-        own.memory, own.address = aligned(each * team)
+    if len(own.memory[0]) < each * team + 64:
+        own.memory = aligned(each * team)
     if OWN.tape is not None:
         OWN.tape.held.append(own.memory)
-    address: int = own.address
+    address: int = own.memory[1]
     return address
 
 
