@@ -40,6 +40,7 @@ from lockstep.models import loader
 from lockstep.plan.build import RequestWork, build, single_rows
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
+from lockstep.run.kind import GENERATE
 from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import noise_of
@@ -132,6 +133,24 @@ def judge(tiny: Tiny, least: int = 5, **options: Any) -> None:
     assert counts.accepted >= least and counts.drafted - counts.accepted >= least, counts
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         assert mine == theirs, f"request {i}: {WISHES[i]}"
+
+
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+def test_nan_logits_behind_the_last_token_end_a_request_that_has_a_draft(how):
+    engine, poison = made(LLAMA, **how), 50
+    kind = engine.kinds[GENERATE]
+
+    def poisoned(ids, positions, step):
+        hidden = kind.forward(ids, positions, step).clone()
+        hidden[ids == poison] = torch.nan
+        return hidden
+
+    engine.kinds[GENERATE] = replace(kind, forward=poisoned)
+    job = engine.add(prompts()[0], replace(PLAIN, logit_bias={poison: 100.0}))
+    run(engine)
+    (completion,) = job.output("").completions
+    assert (completion.token_ids, completion.error) == ((poison,), "a logit is NaN")
+    assert completion.logprobs is not None and len(completion.logprobs) == 1
 
 
 @pytest.mark.parametrize("tiny", [LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2], ids=lambda t: t.name)

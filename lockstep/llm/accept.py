@@ -109,7 +109,7 @@ def gathered(launched: Launched, chosen: Sampled, verified: Verified) -> AskedLo
         return AskedLogprobs(logprobs, asked, [number[firsts[row]] for row in asked])
     paths = [[firsts[row] + node for node in verified.nodes.get(row, (0,))] for row in asked]
     at = [number[row] for path in paths for row in path]
-    index = torch.tensor(at, device=logprobs.chosen.device)
+    index = torch.tensor(at, dtype=torch.int64, device=logprobs.chosen.device)  # of none too
     begins = list(accumulate(map(len, paths), initial=0))[:-1]
     return AskedLogprobs(Logprobs(*[column[index] for column in logprobs]), asked, begins)
 
