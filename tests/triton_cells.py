@@ -414,7 +414,7 @@ def cache(device: str, found: dict) -> None:
                     spec,
                     9,
                     ops_on(device),
-                    lambda shape, dtype, at: torch.zeros(shape, device=at).to(dtype),
+                    lambda shape, dtype, device: torch.zeros(shape, device=device).to(dtype),
                 )
                 for _ in range(2)
             ]
