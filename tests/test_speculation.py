@@ -37,6 +37,7 @@ from lockstep.llm.engine import Engine, Parts, load
 from lockstep.llm.generation import Generation
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
+from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import RequestWork, build, single_rows
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
@@ -151,6 +152,25 @@ def test_nan_logits_behind_the_last_token_end_a_request_that_has_a_draft(how):
     (completion,) = job.output("").completions
     assert (completion.token_ids, completion.error) == ((poison,), "a logit is NaN")
     assert completion.logprobs is not None and len(completion.logprobs) == 1
+
+
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_logit_behind_the_last_token_that_is_wanted_is_nobodys_error(how):
+    engine, prompt = made(LLAMA, **how), prompts()[0]
+    kind, shape = engine.kinds[GENERATE], engine.speculation.shape
+    engine.runner.buckets = Buckets.for_decoding(2, 0, 0, shape.widths)  # drafts go on behind it
+
+    def poisoned(ids, positions, step):
+        hidden = kind.forward(ids, positions, step).clone()
+        hidden[positions > len(prompt)] = torch.nan
+        return hidden
+
+    engine.kinds[GENERATE] = replace(kind, forward=poisoned)
+    wish = replace(PLAIN, logit_bias={50: 100.0}, max_tokens=2)
+    two, three = engine.add(prompt, wish), engine.add(prompt, replace(wish, max_tokens=3))
+    run(engine)
+    ends = [(job.output("").token_ids, job.output("").finish_reason) for job in (two, three)]
+    assert ends == [((50, 50), "length"), ((50, 50), "error")]
 
 
 @pytest.mark.parametrize("tiny", [LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2], ids=lambda t: t.name)

@@ -53,6 +53,7 @@ def accept(
         ended = [row for row, each in enumerate(completions) if each.finish is not None]
     for row in {*ends, *rows.searched, *ended, *errors, *nodes}:
         completion, entry = completions[row], Accepted((), 0)
+        left = completion.most - launched.begins[row]  # a draft may go on behind the last token
         if completion.finish is None:
             tokens = token_ids.get(row, ())
             if row not in nodes and row not in errors:
@@ -60,12 +61,12 @@ def accept(
             stop_len = completion.accept(tokens).stop_len
             if completion.searched:
                 texts[row] = tuple(completion.ahead)
-            if row in errors and stop_len is None:
+            if row in errors and stop_len is None and len(tokens) < left:
                 stop_len = len(tokens)
                 endings.append(Ending(completion, "error", errors[row]))
             entry = Accepted(tokens, stop_len, nodes.get(row, ()))
         accepted[row] = entry
-        kept[row], _ = entry.cut(completion.most - launched.begins[row])
+        kept[row], _ = entry.cut(left)
     for row, owner in rows.drafts:
         guesses = batch.new_lens[owner] - 1 - batch.requests[owner].pads
         if guesses:
