@@ -40,9 +40,9 @@ RELATED = ("sglang-27343", "vllm-43810")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: Ints) -> Any:
         padded = old(group, g, bucket, pads, positions)
-        dummies = indptr(-(-pads // group.spec.page_size))
+        dummies, held = indptr(-(-pads // group.spec.page_size)), group.page_indptr[-1]
         page_ids = np.zeros_like(padded.page_ids)
-        page_ids[dummies[-1] : dummies[-1] + len(group.page_ids)] = group.page_ids
+        page_ids[dummies[-1] : dummies[-1] + held] = group.page_ids[:held]
         return replace(
             padded,
             page_ids=ints(page_ids),
