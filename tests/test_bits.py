@@ -63,6 +63,12 @@ def test_too_few_log_probabilities_are_a_fault_of_a_run_of_real_shapes():
     assert told == ["m, page: 9,999, not 10,000", "page: 9,999 over all models, not 125,000"]
 
 
+def test_no_log_probability_at_all_is_a_fault_of_small_models_too():
+    page = {"log_probabilities": 0, "differ": 0, "counters": {"other_pages": 1}}
+    told = bits.faults({"m": {"paths": {"page": page}, "distance": None}}, bits.FEW["least"])
+    assert told == ["m, page: 0, not 1", "page: 0 over all models, not 1"]
+
+
 def test_the_command_writes_what_it_found(tmp_path, capsys):
     out = tmp_path / "bits.json"
     chosen = ["--model", "gpt_oss", "--path", "graph,overlap"]
