@@ -38,9 +38,12 @@ GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesse
 SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
-# of a CPU: launches with as many requests before one is recorded, which takes three times as long;
-# tapes that are kept, and bytes that they hold, about
-STEADY, TAPES, TAPE_BYTES = 3, 16, 1 << 28
+# of a CPU: rows of each request in steps that are recorded: those that decode, draft and verify;
+# launches with as many requests before one is, which takes three times as long; tapes that are
+# kept, and bytes that they hold, about
+NARROW = 16
+STEADY, TAPES, TAPE_BYTES = 3, 64, 1 << 28
+PLAIN, RECORDED, REPLAYED = range(3)  # how a launch was carried out
 
 
 class StepOutput(NamedTuple):
@@ -52,6 +55,8 @@ class StepOutput(NamedTuple):
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
     sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
     behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
+    # of a chain whose later steps have plans: [S] tokens and their log-probabilities, of each guess
+    guesses: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def only(self, real: Real) -> StepOutput:
         """Without what belongs to pads."""
@@ -75,23 +80,41 @@ class BoundRows(NamedTuple):
 
 class Chain(NamedTuple):
     """What a launch guesses behind the tokens that it samples: `guesses` of them in all, the later
-    ones by steps of a kind."""
+    ones by steps of a kind. Their plans are of one row each; without any, which all requests with
+    as many rows each may have, all rows are computed again for each."""
 
     kind: StepKind
     guesses: int
+    plans: tuple[StepPlan, ...] = ()
+
+
+class Part(NamedTuple):
+    """A step of a launch, in the arena: its image and, behind it, how its rows are sampled, if they
+    are."""
+
+    kind: StepKind
+    layout: ImageLayout
+    variants: Variants
+    begin: int
+    end: int
+    cuts: bool | None
 
 
 @dataclass(frozen=True)
 class Signature:
     """All that a launch depends on besides the numbers in the arena, the weights and the cache."""
 
-    bucket: Bucket
-    kind: StepKind
-    variants: Variants
+    buckets: tuple[Bucket, ...]  # of its steps
+    kind: StepKind  # of the first
+    variants: tuple[Variants, ...]
     addresses: tuple[int, ...]  # of the image, and of buffers that a planner keeps
     threads: tuple[int, ...]  # what calls of the CPU's kernels and tensors of torch depend on
     cuts: bool | None = None  # of the sampler; None: the launch has none
     chain: Chain | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.buckets[0]
 
     @property
     def called(self) -> str:
@@ -138,6 +161,7 @@ class Runner:
         self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
         self.every, self._room = every and self.studio is None, Room()
+        self.warmth = PLAIN  # of the last launch: one that is recorded takes longer than ever again
         self._before: dict[StepKind, tuple[int, int]] = {}  # requests, and launches with as many
         self._replays = Counter[str]()
         self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
@@ -153,55 +177,85 @@ class Runner:
         checked: bool = False,
     ) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
-        all rows that the plan emits and, with a `chain`, of requests with as many rows each, what
-        follows them; `wider`: by the backend's n-th wider launch. What was `checked` together with
-        others is not checked again."""
-        plan, pools = self.padded(plan), [self.pools[g] for g in kind.groups]
+        all rows that the plan emits and, with a `chain`, what follows them; `wider`: by the
+        backend's n-th wider launch. What was `checked` together with others is not checked again.
+        """
+        plan = self.padded(plan)
         if not checked:
             self.check(plan, kind)
         if self.studio and any(plan.bucket.moves):
+            pools = [self.pools[g] for g in kind.groups]
             plan = without_moves(plan, pools, self.ops.device)
-        layout = self._layout(plan, kind)
-        tokens = np.asarray(ids, np.int32)
-        emits = plan.bucket.emits if how else 0
-        room = self.arena.host(layout.length + emits * SETTING)
-        variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
-        if wider:
-            variants = tuple([each[: wider + 1][-1] for each in self._all(layout, variants)])
-        if how:
-            write_settings(room[layout.length :], how)
-        image = self.arena.load(len(room))
+        later = [(each, (), chain.kind) for each in chain.plans] if chain else []
+        parts, image = self._load([(plan, ids, kind), *later], how, wider)
+        first, *later_parts = parts
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
-            views = views_of(layout, image)
-            step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
-            step.relocate()
-            ids, positions = inputs(views[0])
-            if len(self.sampled):
-                ids = resolved(ids, self.sampled)
-            loaded = read_settings(image, layout.length, how.cuts) if how else None
-            rows = BoundRows(ids, positions, views[0], step)
-            if chain is None or loaded is None or not len(self.sampled):
-                return self._computed(kind, rows, loaded)
-            rows, loaded = self._shifted(rows, loaded)
-            output = self._computed(kind, rows, loaded)
-            self._guess(chain, output, rows, loaded)
+            rows, settings = self._bound(first, image)
+            if settings is None or chain is None or not (later_parts or len(self.sampled)):
+                return self._computed(kind, rows, settings)
+            if later_parts:
+                return self._followed(self._computed(kind, rows, settings), later_parts, image)
+            rows, settings = self._shifted(rows, settings)
+            output = self._computed(kind, rows, settings)
+            self._guess(chain, output, rows, settings)
             return output
 
-        records = self.every or captures(layout.bucket, self.widths)
-        if not (self.graphs and records):
+        narrow = self.widths if self.studio else range(1, NARROW + 1)
+        if not (self.graphs and (self.every or captures(plan.bucket, narrow))):
+            self.warmth = PLAIN
             return launch().only(plan.real)
+        buffers = [planner_buffers(part, image, self.backend) for part in parts]
         signature = Signature(
-            bucket=layout.bucket,
+            buckets=tuple([part.layout.bucket for part in parts]),
             kind=kind,
-            variants=variants,
-            addresses=(image.data_ptr(), *planner_buffers(layout, image, variants, self.backend)),
+            variants=tuple([part.variants for part in parts]),
+            addresses=(image.data_ptr(), *sum(buffers, ())),
             threads=() if self.studio else (*setting(), torch.is_inference_mode_enabled()),
             cuts=how.cuts if how else None,
-            chain=chain,
+            chain=chain and chain._replace(plans=()),
         )
         return self._recorded(signature, launch).only(plan.real)
+
+    def _load(
+        self, steps: Sequence[tuple[StepPlan, Ids, StepKind]], how: Settings | None, wider: int
+    ) -> tuple[list[Part], Tensor]:
+        """The steps of a launch into the arena, one behind the other. The settings are the first
+        one's; positions of those behind it are later ones."""
+        parts, end = list[Part](), 0
+        for plan, _, kind in steps:
+            layout, begin = self._layout(plan, kind), end
+            end += layout.length + bool(how) * plan.bucket.emits * SETTING
+            parts.append(Part(kind, layout, (), begin, end, how.cuts if how else None))
+        room = self.arena.host(end)
+        for nth, (part, (plan, ids, _)) in enumerate(zip(parts, steps, strict=True)):
+            middle = part.begin + part.layout.length
+            tokens, own = np.asarray(ids, np.int32), room[part.begin : middle]
+            variants = lower(plan, tokens, self.backend, part.layout, own)
+            if wider:
+                every = self._all(part.layout, variants)
+                variants = tuple([each[: wider + 1][-1] for each in every])
+            parts[nth] = part._replace(variants=variants)
+            if how:
+                write_settings(room[middle : part.end], how, nth)
+        return parts, self.arena.load(end)
+
+    def _bound(self, part: Part, image: Tensor) -> tuple[BoundRows, Settings | None]:
+        """A step of the arena, whose keys that the plan relocates are in their places, and how its
+        rows are sampled."""
+        pools = [self.pools[g] for g in part.kind.groups]
+        views = views_of(part.layout, image, part.begin)
+        step = bind(part.layout, views, part.variants, self.backend, pools, part.kind.layer_map)
+        step.relocate()
+        ids, positions = inputs(views[0])
+        if len(self.sampled):
+            ids = resolved(ids, self.sampled)
+        rows = BoundRows(ids, positions, views[0], step)
+        if part.cuts is None:
+            return rows, None
+        middle = part.begin + part.layout.length
+        return rows, read_settings(image, middle, part.cuts, part.end)
 
     def check(self, plan: StepPlan, kind: StepKind) -> None:
         """Raises unless the plan is legal."""
@@ -221,6 +275,24 @@ class Runner:
             return output
         logits = kind.model.logits(output.emitted)
         return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *how))
+
+    def _followed(self, first: StepOutput, later: Sequence[Part], image: Tensor) -> StepOutput:
+        """What a step has sampled, and what is guessed behind it by further steps: each reads the
+        token, and the state, of the one before."""
+        output, guesses = first, list[tuple[Tensor, Tensor]]()
+        for part in (None, *later):
+            if part is not None:
+                tokens, _ = guesses[-1]
+                rows, how = self._bound(part, image)
+                rows = rows._replace(ids=tokens.clamp(min=0))
+                model: Any = part.kind.model
+                if output.behind is not None:
+                    model.hidden[: len(tokens)].copy_(output.behind)
+                output = self._computed(part.kind, rows, how)
+            assert output.logits is not None and output.sampled is not None, "settings were given"
+            chosen, _ = output.sampled
+            guesses.append((chosen, self.ops.compute_logprobs(output.logits, chosen, 0)[0]))
+        return first._replace(guesses=tuple(guesses))
 
     def _shifted(self, rows: BoundRows, how: Settings) -> tuple[BoundRows, Settings]:
         """The same, but that later rows are emitted, as the device alone knows."""
@@ -306,7 +378,7 @@ class Runner:
             how = Settings(zeros[:, :FLOATS].float(), zeros[:, :INTS], False)
             self.run(plan, (), kind, how, chain=chain)
             layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))
-            each = self._all(layout, last.variants) if self.studio else [()]
+            each = self._all(layout, last.variants[0]) if self.studio else [()]
             for wider in range(1, max(map(len, each))):
                 self.run(plan, (), kind, how, wider, chain)
             free = torch.cuda.mem_get_info()[0]
@@ -332,7 +404,9 @@ class Runner:
         times = times + 1 if before == requests else 0
         self._before[kind] = requests, times
         if tape is not None:
+            self.warmth = REPLAYED
             tape.replay()
+            self.tapes[signature] = self.tapes.pop(signature)  # the last to be dropped
             self._replays[signature.called] += 1
             if signature.chain is not None:
                 self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
@@ -346,16 +420,17 @@ class Runner:
                 output = launch()  # of which the recorder alone said no, if that works
                 self.graphs = False
                 return output
-            self.tapes[signature] = tape
+            self.tapes[signature], self.warmth = tape, RECORDED
             if not self.studio and not self.every:
                 self._drop()
         else:
+            self.warmth = PLAIN
             return launch()
         recorded: StepOutput = tape.output
         return recorded
 
     def _drop(self) -> None:
-        """The oldest tapes go where there are many."""
+        """The tapes that were not used for longest go where there are many."""
         while len(self.tapes) > TAPES or (len(self.tapes) > 1 and self._room.used() > TAPE_BYTES):
             del self.tapes[next(iter(self.tapes))]
 
@@ -380,12 +455,13 @@ def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.de
     return replace(plan, groups=tuple(groups), bucket=bucket)
 
 
-def views_of(layout: ImageLayout, image: Tensor) -> tuple[PlanArrays, ...]:
+def views_of(layout: ImageLayout, image: Tensor, begin: int = 0) -> tuple[PlanArrays, ...]:
     """Where a step's arrays lie on the device. On a CPU by numpy: torch releases the interpreter's
     lock even to slice."""
+    end = begin + layout.length
     if image.device.type != "cpu":
-        return layout.views(image[: layout.length])
-    each = layout.views(image.numpy()[: layout.length])
+        return layout.views(image[begin:end])
+    each = layout.views(image.numpy()[begin:end])
     return tuple([PlanArrays(*map(torch.from_numpy, vars(own).values())) for own in each])
 
 
@@ -404,34 +480,37 @@ def resolved(ids: Tensor, sampled: Tensor) -> Tensor:
     return torch.where(ids < 0, sampled[(~ids).clamp_(min=0)], ids)
 
 
-def write_settings(room: Ints, settings: Settings) -> None:
-    """Into the arena, behind a step's image; rows that pad it are greedy ones."""
+def write_settings(room: Ints, settings: Settings, later: int = 0) -> None:
+    """Into the arena, behind a step's image, of so many positions later; rows that pad it are
+    greedy ones."""
     room[:] = 0
     at, count = 2 * FLOATS * (len(room) // SETTING), len(settings.floats)
     room[:at].view(np.float64).reshape(-1, FLOATS)[:count] = settings.floats.numpy()
-    room[at:].view(np.int64).reshape(-1, INTS)[:count] = settings.ints.numpy()
+    ints = room[at:].view(np.int64).reshape(-1, INTS)[:count]
+    ints[:] = settings.ints.numpy()
+    ints[:, 1] += later
 
 
-def read_settings(image: Tensor, begin: int, cuts: bool) -> Settings:
-    """The same on the device, where they begin in an image."""
-    end = begin + 2 * FLOATS * ((len(image) - begin) // SETTING)
+def read_settings(image: Tensor, begin: int, cuts: bool, last: int | None = None) -> Settings:
+    """The same on the device, where they begin in an image, and where they end."""
+    last = len(image) if last is None else last
+    end = begin + 2 * FLOATS * ((last - begin) // SETTING)
     if image.device.type == "cpu":
         numbers = image.numpy()
-        parts = (numbers[begin:end].view(np.float64), numbers[end:].view(np.int64))
+        parts = (numbers[begin:end].view(np.float64), numbers[end:last].view(np.int64))
         floats, ints = (torch.from_numpy(p.reshape(-1, n)) for p, n in zip(parts, (FLOATS, INTS)))
         return Settings(floats, ints, cuts)
     floats = image[begin:end].view(torch.float64).view(-1, FLOATS)
-    return Settings(floats, image[end:].view(torch.int64).view(-1, INTS), cuts)
+    return Settings(floats, image[end:last].view(torch.int64).view(-1, INTS), cuts)
 
 
-def planner_buffers(
-    layout: ImageLayout, image: Tensor, variants: Variants, backend: Backend
-) -> tuple[int, ...]:
+def planner_buffers(part: Part, image: Tensor, backend: Backend) -> tuple[int, ...]:
     """Where the buffers lie that a library's planner keeps for this step."""
     names = backend.caps.planner_buffers
     if not names:
         return ()
-    handles = handles_of(layout, views_of(layout, image), variants, backend)
+    views = views_of(part.layout, image, part.begin)
+    handles = handles_of(part.layout, views, part.variants, backend)
     return tuple(getattr(handle, name).data_ptr() for handle in handles for name in names)
 
 

@@ -95,12 +95,17 @@ class Line:
     xx: float = 0.0
     xy: float = 0.0
     count: int = 0
+    replayed: bool = False  # since launches are, others tell nothing
 
     @property
     def known(self) -> bool:
         return self.count >= SEEN
 
-    def add(self, depth: float, seconds: float) -> None:
+    def add(self, depth: float, seconds: float, replayed: bool = False) -> None:
+        if replayed and not self.replayed:
+            self.y, self.count, self.replayed = math.inf, 0, True
+        if self.replayed and not replayed:
+            return
         most, weight = self.y, 1.0
         if self.known:  # a deeper one may take longer
             most, weight = OUTLIER * self.y * max(1.0, depth / max(self.x, 1.0)), SMOOTH
@@ -127,8 +132,8 @@ class Costs:
     wide: Line = field(default_factory=Line)
     draft: Line = field(default_factory=Line)
 
-    def step(self, depth: float, seconds: float) -> None:
-        (self.wide if depth else self.plain).add(depth, seconds)
+    def step(self, depth: float, seconds: float, replayed: bool) -> None:
+        (self.wide if depth else self.plain).add(depth, seconds, replayed)
 
     @property
     def row_s(self) -> float:

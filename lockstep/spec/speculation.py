@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.plan.build import paths
-from lockstep.run.runner import Runner
+from lockstep.run.runner import PLAIN, RECORDED, REPLAYED, Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
@@ -90,7 +90,8 @@ class Speculation:
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._say: Callable[[str], None] | None = say
         self._begun = 0.0  # when the step was begun that is launched next
-        self._begins: deque[tuple[int, float]] = deque(maxlen=4)  # the same of those under way
+        # the same of those under way, with their numbers, and how they were launched
+        self._begins: deque[tuple[int, float, int]] = deque(maxlen=4)
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
         # steps in which the same requests decoded plainly, of which the draft does not know yet
@@ -130,7 +131,9 @@ class Speculation:
         if self.draft.knows_chances:
             deepest = max(1, *(len(tree.token_ids) for tree in trees))
         self._begun = time.perf_counter()
-        costs.draft.add(deepest, self._begun - begun)
+        if self.runner.warmth != RECORDED:
+            seconds = self._begun - begun
+            costs.draft.add(deepest, seconds, self.runner.warmth == REPLAYED)
 
     def hold(self, step: ScheduledStep) -> bool:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
@@ -152,7 +155,7 @@ class Speculation:
     def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Tensor | None) -> None:
         """A step has been launched. Who only tries is not expected to go on; the others have room
         for the next chains, whatever is accepted, before anybody waits for these."""
-        self._begins.append((step.number, self._begun))
+        self._begins.append((step.number, self._begun, self.runner.warmth))
         batch = step.batch
         if self._trying or not all(rows.chain for rows in batch.rows):
             return
@@ -164,10 +167,13 @@ class Speculation:
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
         batch, plain = step.batch, step.members == len(step.batch.rows)
-        begun, now = dict(self._begins).get(step.number, self._begun), time.perf_counter()
-        if plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows):
+        begins = {number: (begun, warmth) for number, begun, warmth in self._begins}
+        (begun, warmth), now = begins.get(step.number, (self._begun, PLAIN)), time.perf_counter()
+        decodes = plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows)
+        if decodes and warmth != RECORDED:
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
-            self.costs[rounded(len(batch.rows))].step(depth, seconds)
+            costs = self.costs[rounded(len(batch.rows))]
+            costs.step(depth, seconds, warmth == REPLAYED)
         self._ended = now
         if self._untold and step.number <= self._untold[-1][0].number:
             self._untold = []  # they are counted anew behind an interruption: nobody is left
