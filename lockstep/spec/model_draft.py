@@ -8,7 +8,7 @@ model's own sample with the target's noise, or the best few. Knows requests, pla
 `DraftModel`; `speculation` calls it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -44,6 +44,8 @@ KEPT, LEAST = 1 << 11, 8  # states that are kept for the requests of a step, and
 LIKELY = 64  # tokens of a row that a tree is made of
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
+Path = tuple[int, ...]  # guesses, one behind another
+
 
 class DraftState(NamedTuple):
     """What is known behind a table's `draft_len`; it goes with the table (`PageTable.draft_state`),
@@ -67,10 +69,6 @@ class DraftState(NamedTuple):
         state: DraftState | None = table.draft_state
         return cls(table.draft_len) if state is None else state
 
-    def has(self, begin: int, end: int) -> bool:
-        """Whether the states of rows [begin, end) are kept."""
-        return self.begin <= begin and end <= self.begin + len(self.hidden)
-
     def behind(self, begin: int) -> "DraftState":
         """Without the states of rows before this one."""
         gone = begin - self.begin
@@ -91,65 +89,61 @@ class Chains(NamedTuple):
     number: int = 0
 
     def tree(self, k: int, steps: int) -> DraftTree:
-        """The first `steps` guesses of request k."""
-        first, step = -1 - GUESSES - k, -self.slots
-        return DraftTree(tuple(range(first, first + steps * step, step)), tuple(range(steps)))
-
-
-class Candidate(NamedTuple):
-    """The guesses up to a token, which stands behind another candidate."""
-
-    path: tuple[int, ...]
-    parent: int
-    score: float
+        """The first `steps` guesses of request k, or all."""
+        ids = [-1 - GUESSES - k - i * self.slots for i in range(min(steps, self.guesses))]
+        return DraftTree(tuple(ids), tuple(range(len(ids))))
 
 
 class Beam:
-    """The tree of one request in the making: its candidates, of which the first is the request's
-    last token, scored by log-probabilities summed along the path; the `level`, whose children come
-    next, and which of the level before stand `above` its own."""
+    """The draft of one request in the making: its guesses, each as the path that ends with it, and
+    their log-probabilities, summed along the path. The children of a `level` come next; a chain has
+    one in each, for as long as the `chance` of all is worth it."""
 
-    def __init__(self, top_k: int) -> None:
-        self.top_k, self.candidates = top_k, [Candidate((), 0, 0.0)]
-        self.level, self.above = [0], [0]
-        self._rows = [0]  # candidates that are computed, in order
-
-    @property
-    def paths(self) -> list[tuple[int, ...]]:
-        """The guesses up to every node of the level."""
-        return [self.candidates[i].path for i in self.level]
+    def __init__(self, ask: DraftRequest, top_k: int) -> None:
+        self.ask, self.table, self.top_k = ask, table_of(ask.request), top_k
+        self.scores: dict[Path, float] = {(): 0.0}  # the request's last token first
+        self.level: list[Path] = [()]
+        self.computed: list[Path] = []  # in order, those of the level last
+        self.chance = 1.0
+        self.shares: list[tuple[Chances, float]] = []  # that `chance` was made of
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Of all nodes so far, those of the level last."""
-        above = [self.candidates[i].parent for i in self._rows[1:]]
-        return tuple([self._rows.index(parent) - 1 for parent in above])
+        """Of all nodes that are computed."""
+        at = {path: i for i, path in enumerate(self.computed)}
+        return tuple([at.get(path[:-1], -1) for path in self.computed])
 
-    def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> None:
-        """Children of every node of the level; the best of them are the next one."""
-        first, every = len(self.candidates), self.candidates
-        for node, own_scores, own_ids in zip(self.level, scores, ids, strict=True):
-            path, _, base = every[node]
-            every += [
-                Candidate((*path, token), node, base + score)
-                for token, score in zip(own_ids, own_scores, strict=True)
-                if score > float("-inf")
-            ]
-        level = self._best(range(first, len(every)), self.top_k)
-        self.above = [self.level.index(every[i].parent) for i in level]
-        self.level = level
-        self._rows += level
+    @property
+    def goes_on(self) -> bool:
+        deeper = len(self.level) > 0 and len(self.level[0]) < self.ask.steps
+        return deeper and self.chance >= self.ask.go_on
 
-    def tree(self, nodes: int) -> DraftTree:
-        """The best `nodes` of all."""
-        kept = [0, *self._best(range(1, len(self.candidates)), nodes)]
-        chosen = [self.candidates[i] for i in kept[1:]]
-        parents = [kept.index(each.parent) for each in chosen]
-        return DraftTree(tuple([each.path[-1] for each in chosen]), tuple(parents))
+    def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> list[int]:
+        """Children of every node of the level; the best of them are the next one. Returns which of
+        the level before stand above these."""
+        children = {
+            (*path, token): self.scores[path] + score
+            for path, own_scores, own_ids in zip(self.level, scores, ids, strict=True)
+            for token, score in zip(own_ids, own_scores, strict=True)
+            if score > float("-inf")
+        }
+        self.scores |= children
+        before, self.level = self.level, self._best(children, self.top_k)
+        self.computed += self.level
+        return [before.index(path[:-1]) for path in self.level]
 
-    def _best(self, some: Sequence[int], count: int) -> list[int]:
-        """The best of some candidates, in their order."""
-        return sorted(sorted(some, key=lambda i: -self.candidates[i].score)[:count])
+    def tree(self) -> DraftTree:
+        """The best nodes of all."""
+        root, *guesses = self.scores
+        kept = [root, *self._best(guesses, self.ask.nodes)]
+        ids = [path[-1] for path in kept[1:]]
+        return DraftTree(tuple(ids), tuple([kept.index(path[:-1]) for path in kept[1:]]))
+
+    def _best(self, paths: Iterable[Path], count: int) -> list[Path]:
+        """The best of some, in their order."""
+        order = list(paths)
+        kept = {*sorted(order, key=lambda path: -self.scores[path])[:count]}
+        return [path for path in order if path in kept]
 
 
 class ModelDraft:
@@ -182,7 +176,8 @@ class ModelDraft:
         if trees is not None:
             return trees
         asks = [ask for ask in requests if self._ready(ask.request)]
-        found = dict(zip([ask.request for ask in asks], self._grown(asks), strict=True))
+        grown = self._grown(asks) if asks else []
+        found = dict(zip([ask.request for ask in asks], grown, strict=True))
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
     def observe(self, settled: SettledStep) -> None:
@@ -215,8 +210,10 @@ class ModelDraft:
         return len(request.tokens) - self.ahead
 
     def _able(self, table: PageTable, begin: int, end: int) -> bool:
-        """Whether rows [begin, end) can be computed: the target's states are there."""
-        return not self.ahead or DraftState.of(table).has(begin, end)
+        """Whether rows [begin, end) can be computed: the target's states are kept, or not read."""
+        state = DraftState.of(table)
+        kept = state.begin <= begin and end <= state.begin + len(state.hidden)
+        return kept or not self.ahead
 
     def _ready(self, request: Request) -> bool:
         """Whether the rows up to the last token's can be computed now; that one is computed once
@@ -242,12 +239,10 @@ class ModelDraft:
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Of each of some steps' states one row, in memory of its own."""
         steps = list({id(each): each for each in states}.values())
-        every = steps[0]
-        if len(steps) > 1:
-            begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
-            pairs = zip(states, rows, strict=True)
-            every, rows = torch.cat(steps), [begins[id(each)] + row for each, row in pairs]
-        index = torch.tensor(rows, dtype=torch.int32)
+        begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
+        every = torch.cat(steps) if len(steps) > 1 else steps[0]
+        at = [begins[id(each)] + row for each, row in zip(states, rows, strict=True)]
+        index = torch.tensor(at, dtype=torch.int32)
         return self.runner.ops.take_rows(every, sent(index, every.device))
 
     def _compact(self, tables: Sequence[PageTable]) -> None:
@@ -278,14 +273,12 @@ class ModelDraft:
         tables, kind = [table_of(each) for each in ends], kind or self.model.extend
         lens, ids, states, rows = list[int](), list[int](), list[Tensor](), list[int]()
         for table, (request, end) in zip(tables, ends.items(), strict=True):
-            begin, state = table.draft_len, DraftState.of(table)
-            own, at = request.tokens[begin + self.ahead : end + self.ahead], begin - state.begin
-            ids += own + own[-1:] * (width - len(own))
+            begin, state, tokens = table.draft_len, DraftState.of(table), request.tokens
+            positions = [*range(begin, end), *[end - 1] * (width - (end - begin))]
+            ids += [tokens[p + self.ahead] for p in positions]
             if self.ahead:
-                some = slice(at, at + len(own))
-                hidden, places = state.hidden[some], state.rows[some]
-                states += hidden + hidden[-1:] * (width - len(own))
-                rows += places + places[-1:] * (width - len(own))
+                states += [state.hidden[p - state.begin] for p in positions]
+                rows += [state.rows[p - state.begin] for p in positions]
             lens.append(begin)
             table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:
@@ -298,8 +291,7 @@ class ModelDraft:
             shape = shape_of(counts)
         out = self.runner.run(self._plan(kind, tables, lens, shape), ids, kind, how, chain=chain)
         for table in tables:
-            if table.pending:
-                table.moved(kind.groups)
+            table.moved(kind.groups)
         return out
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
@@ -330,35 +322,53 @@ class ModelDraft:
 
     # -- guesses
 
-    def _rows(
-        self, asks: Sequence[DraftRequest], guesses: Sequence[Sequence[int]] = ()
-    ) -> RowBatch:
+    def _rows(self, nodes: Sequence[tuple[DraftRequest, Path]]) -> RowBatch:
         """How the tokens behind some guesses are chosen: as the target would choose them."""
-        requests = [ask.request for ask in asks]
+        requests = [ask.request for ask, _ in nodes]
         if self._how is None or self._how[0] != requests:
-            params = [unscored(ask.params) for ask in asks]
-            how = RowParams.of(params, [len(each.spec.prompt) for each in requests])
-            self._how = requests, how
-        pairs = list(zip(asks, guesses or [()] * len(asks), strict=True))
+            params = [unscored(ask.params) for ask, _ in nodes]
+            self._how = requests, RowParams.of(params, [len(each.spec.prompt) for each in requests])
         history = {
-            row: np.array([*ask.request.tokens, *own], np.int32)
-            for row, (ask, own) in enumerate(pairs)
+            row: np.array([*ask.request.tokens, *path], np.int32)
+            for row, (ask, path) in enumerate(nodes)
             if ask.params.penalised
         }
-        positions = [len(ask.request.tokens) + len(own) for ask, own in pairs]
+        positions = [len(ask.request.tokens) + len(path) for ask, path in nodes]
         return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
     def _grown(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Trees of requests whose rows can be computed."""
-        if not asks:
-            return []
-        if self.top_k > 1:
-            return self._trees(asks)
-        if self.runner.even and len(self.runner.sampled):
-            rows = self._rows(asks)
-            if rows.how.plain:
-                return self._late_chains(asks, rows)
-        return self._chains(asks)
+        """Trees of requests whose rows can be computed: level by level, all at once. Behind every
+        node of a level the best tokens are guessed; of these the best are the next level."""
+        rows = self._rows([(ask, ()) for ask in asks])
+        if self.top_k == 1 and self.runner.even and len(self.runner.sampled) and rows.how.plain:
+            return self._late_chains(asks, rows)
+        beams = live = [Beam(ask, self.top_k) for ask in asks]
+        plans: Iterator[StepPlan] = iter(())
+        out = self._begin(asks)
+        while live:
+            scores, ids = self._guesses(out, rows, live)
+            first, above, going = 0, list[int](), list[Beam]()
+            for beam in live:
+                end = first + len(beam.level)
+                parents = beam.grow(scores[first:end], ids[first:end])
+                if beam.goes_on:
+                    above += [first + row for row in parents]
+                    going.append(beam)
+                first = end
+            if going:
+                self._feed(out, above)
+                plan = next(plans, None) if len(going) == len(live) else None
+                if plan is None:
+                    plans = self._further(going)
+                    plan = next(plans)
+                tokens = [path[-1] for beam in going for path in beam.level]
+                rows = self._rows([(beam.ask, path) for beam in going for path in beam.level])
+                out = self.runner.run(plan, tokens, self.model.kind, checked=self.top_k == 1)
+            live = going
+        for beam in beams:
+            state = DraftState.of(beam.table)
+            beam.table.draft_state = state._replace(shares=tuple(beam.shares))
+        return [beam.tree() for beam in beams]
 
     def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
         """All tokens of all requests by one launch, without a look at one."""
@@ -381,8 +391,9 @@ class ModelDraft:
             return
         tables, n, guesses = [table_of(each) for each in requests], len(requests), made.guesses
         lens, rows = [table.draft_len for table in tables], self.steps + guesses
-        pairs = zip(tables, lens, strict=True)
-        if self.eager or not all(ready(t, kind.groups, length + rows) for t, length in pairs):
+        rooms = [min([table.room(g) for g in kind.groups]) for table in tables]
+        short = any(room < begin + rows for room, begin in zip(rooms, lens, strict=True))
+        if self.eager or short or any(table.pending for table in tables):
             return
         nodes = (np.arange(n)[:, None] * width + np.minimum(np.arange(rows), guesses)).ravel()
         if self.model.states is not None and hidden is not None:
@@ -402,79 +413,53 @@ class ModelDraft:
     def _taken(self, early: Chains, asks: Sequence[DraftRequest]) -> list[DraftTree] | None:
         """The chains that were made early, if all who ask have one and were in no step since: they
         begin behind the last tokens, whichever these are."""
-        numbers, trees = {request: k for k, request in enumerate(early.requests)}, list[DraftTree]()
-        for ask in asks:
-            k = numbers.get(ask.request)
-            if k is None or ask.request.launched_in != early.number:
-                return None
-            trees.append(early.tree(k, min(ask.steps, early.guesses)))
-        for ask in asks:
-            table, end = table_of(ask.request), self._end(ask.request)
+        numbers = {request: k for k, request in enumerate(early.requests)}
+        requests = [ask.request for ask in asks]
+        if any(r not in numbers or r.launched_in != early.number for r in requests):
+            return None
+        for request in requests:
+            table, end = table_of(request), self._end(request)
             table.draft_state, table.draft_len = DraftState.of(table).behind(end - 1), end
         if len(asks) == len(early.requests):
             self._made = early._replace(number=0)
-        return trees
+        return [early.tree(numbers[ask.request], ask.steps) for ask in asks]
 
-    def _chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Token by token, all requests at once, as far as the model thinks that it is right."""
-        chains, chances = [list[int]() for _ in asks], [1.0] * len(asks)
-        given = [list[tuple[Chances, float]]() for _ in asks]
-        live, rows, out = list(range(len(asks))), self._rows(asks), self._begin(asks)
-        steps: Iterator[StepPlan] = iter(())
-        while True:
-            tokens, shares = self._guesses(out, rows)
-            alive = list[int]()
-            for at, i in enumerate(live):
-                if shares:
-                    known = self._chances[asks[i].params.temperature > 0]
-                    given[i].append((known, shares[at]))
-                    chances[i] *= known.of(shares[at])
-                if tokens[at] != NO_TOKEN:
-                    chains[i].append(tokens[at])
-                    if len(chains[i]) < asks[i].steps and chances[i] >= asks[i].go_on:
-                        alive.append(at)
-            if not alive:
-                break
-            if len(alive) < len(live):
-                live, steps = [live[at] for at in alive], iter(())
-            some = [asks[i] for i in live]
-            rows = self._rows(some, [chains[i] for i in live])
-            self._feed(out, alive)
-            plan = next(steps, None)
-            if plan is None:
-                steps = self._further(some, [len(chains[i]) for i in live])
-                plan = next(steps)
-            ids = [chains[i][-1] for i in live]
-            out = self.runner.run(plan, ids, self.model.kind, checked=True)
-        for ask, own in zip(asks, given, strict=True):
-            table = table_of(ask.request)
-            table.draft_state = DraftState.of(table)._replace(shares=tuple(own))
-        return [DraftTree(tuple(chain), tuple(range(len(chain)))) for chain in chains]
-
-    def _guesses(self, out: StepOutput, rows: RowBatch) -> tuple[list[int], list[float]]:
-        """The tokens of some rows and, if it counts, what the model gives them: before any
-        temperature or penalty."""
+    def _guesses(
+        self, out: StepOutput, rows: RowBatch, beams: Sequence[Beam]
+    ) -> tuple[list[list[float]], list[list[int]]]:
+        """What follows some rows: log-probabilities and tokens, the best few of each; a chain's is
+        the sample, and its chance is what the model gives it, before temperature and penalties."""
         logits = self.model.logits(out.emitted)
+        if self.top_k > 1:
+            return best(logits, rows, self.top_k, self.eos_ids)
         scores = logits.cpu().numpy()
         if rows.how.plain and not any(each.temperature for each in rows.how.params):
             tokens = scores.argmax(1)
         else:
             tokens = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids.cpu().numpy()
-        if not self.knows_chances:
-            return tokens.tolist(), []
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        shares = weights[np.arange(len(tokens)), tokens] / weights.sum(1)
-        return tokens.tolist(), shares.tolist()
+        if self.knows_chances:
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            shares = weights[np.arange(len(tokens)), tokens] / weights.sum(1)
+            for beam, share in zip(beams, shares.tolist(), strict=True):
+                known = self._chances[beam.ask.params.temperature > 0]
+                beam.shares.append((known, share))
+                beam.chance *= known.of(share)
+        found = np.where(tokens == NO_TOKEN, -np.inf, 0.0)
+        return found[:, None].tolist(), tokens[:, None].tolist()
 
-    def _further(self, asks: Sequence[DraftRequest], lens: Sequence[int]) -> Iterator[StepPlan]:
-        """The next steps of chains of these lengths, planned and checked in one go: as many as all
-        may have."""
-        width = min([ask.steps - n for ask, n in zip(asks, lens, strict=True)])
-        tables = [table_of(ask.request) for ask in asks]
-        begins = [table.draft_len + n - 1 for table, n in zip(tables, lens, strict=True)]
-        plan = self._plan(self.model.kind, tables, begins, uniform(len(asks), width))
-        self.runner.check(plan, self.model.kind)
-        return single_rows(plan, uniform(len(asks), 1))
+    def _further(self, beams: Sequence[Beam]) -> Iterator[StepPlan]:
+        """The next steps: of trees one, of chains as many as all may have, planned and checked in
+        one go."""
+        tables, kind = [beam.table for beam in beams], self.model.kind
+        lens, depths = [table.draft_len for table in tables], [len(b.level[0]) for b in beams]
+        if self.top_k > 1:
+            shape = shape_of([len(b.level) for b in beams], [b.parents for b in beams])
+            return iter([self._plan(kind, tables, lens, shape)])
+        width = min([b.ask.steps - depth for b, depth in zip(beams, depths, strict=True)])
+        begins = [n + depth - 1 for n, depth in zip(lens, depths, strict=True)]
+        plan = self._plan(kind, tables, begins, uniform(len(beams), width))
+        self.runner.check(plan, kind)
+        return single_rows(plan, uniform(len(beams), 1))
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
         """What the next rows read: what these rows, of those that were emitted, left."""
@@ -482,42 +467,11 @@ class ModelDraft:
             whole = list(above) == list(range(len(out.behind)))
             self.model.hidden[: len(above)] = out.behind if whole else out.behind[above]
 
-    def _trees(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Behind every node of a level the best tokens; of these the best are the next level."""
-        beams, kind = [Beam(self.top_k) for _ in asks], self.model.kind
-        live, out = list(range(len(asks))), self._begin(asks)
-        while live:
-            paths = [(asks[i], path) for i in live for path in beams[i].paths]
-            rows = self._rows([ask for ask, _ in paths], [path for _, path in paths])
-            scores, ids = best(self.model.logits(out.emitted), rows, self.top_k, self.eos_ids)
-            first, going, above = 0, list[int](), list[int]()
-            for i in live:
-                end = first + len(beams[i].level)
-                beams[i].grow(scores[first:end], ids[first:end])
-                if beams[i].level and len(beams[i].paths[0]) < asks[i].steps:
-                    above += [first + row for row in beams[i].above]
-                    going.append(i)
-                first = end
-            if live := going:
-                tables = [table_of(asks[i].request) for i in live]
-                tokens = [path[-1] for i in live for path in beams[i].paths]
-                self._feed(out, above)
-                begins = [table.draft_len for table in tables]
-                counts = [len(beams[i].level) for i in live]
-                shape = shape_of(counts, [beams[i].parents for i in live])
-                out = self.runner.run(self._plan(kind, tables, begins, shape), tokens, kind)
-        return [each.tree(ask.nodes) for each, ask in zip(beams, asks, strict=True)]
-
 
 def table_of(request: Request) -> PageTable:
     """Of a request that drafts."""
     assert request.table is not None, "who drafts holds pages"
     return request.table
-
-
-def ready(table: PageTable, groups: Sequence[int], kv_len: int) -> bool:
-    """Whether a table has room for so many keys, all of them in their places."""
-    return not table.pending and all(table.room(g) >= kv_len for g in groups)
 
 
 def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...]] = ()) -> BatchShape:
@@ -547,12 +501,11 @@ def best(
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
     draft and with the row's own noise."""
-    rows = [batch.row(r) for r in range(len(logits))]
     scores = apply_penalties(logits.float(), batch, eos_ids)
     scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
-    heated = [r for r, row in enumerate(rows) if row.params.temperature > 0]
+    heated = [r for r, params in enumerate(batch.how.params) if params.temperature > 0]
     if heated:
-        device, hot = scores.device, [rows[r] for r in heated]
+        device, hot = scores.device, [batch.row(r) for r in heated]
         heat = torch.tensor([row.params.temperature for row in hot], device=device)
         keys = [counter(r.params.seed or 0, r.params.sample_index, r.position) for r in hot]
         drawn = noise_of(torch.tensor(keys, device=device), ids[heated])
