@@ -112,7 +112,8 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
     torch.manual_seed(3)
     cpu, rows, steps = torch.device("cpu"), 20, 3
     plain = script.Target(BUILTIN, cpu)
-    head = eagle3.load(setup(target))
+    draft = eagle3.load(setup(target))
+    head, kind = draft.kind.model, draft.kind
     prompts = torch.randint(2, 4096, (2, 12))
     batch = script.continued(plain, prompts, rows - 12, head.target_layers)
     own = script.Head(shape_of(script), head.token_ids, plain.embedding)
@@ -130,8 +131,8 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
         assert torch.allclose(states, batch.states[0].float(), rtol=0.02, atol=0.02)
         drafted = script.unrolled(own, replace(batch, states=states[None], ids=ids[None]), steps)
     last = 12 - 1  # the chain that begins at the prompt's last row
-    rig = Runner(head.kind.specs, [8], reference.Backend(), head.ops)
-    table = PageTable(CacheGroups(head.kind.specs, [PagePool(8)]))
+    rig = Runner(kind.specs, [8], reference.Backend(), head.ops)
+    table = PageTable(CacheGroups(kind.specs, [PagePool(8)]))
     given, begin = head.fuse(states[: last + 1]), 0
     for step in range(steps):
         new = ids[begin + 1 : last + 2 + step]
@@ -139,7 +140,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
         head.hidden[: len(new)] = given
         work = RequestWork(cached_len=begin, new_len=len(new), pages=table.views((0,)))
         with torch.no_grad():
-            out = rig.run(build(head.kind.specs, [work]), new, head.kind)
+            out = rig.run(build(kind.specs, [work]), new, kind)
             logits = head.logits(out.emitted)[0, head.token_ids]
         assert torch.allclose(logits, drafted[step][0, 0], rtol=1e-3, atol=1e-3)
         given, begin = out.behind[-1:], begin + len(new)
@@ -172,5 +173,5 @@ def test_a_tiny_run_of_the_training_script_learns_and_its_head_loads(script, tar
     assert len(losses) == 4 and losses[-1] < losses[0], losses
     assert set(made["held_out"]) == {"greedy", "sampled"} and log.is_file()
     assert len(made["held_out"]["greedy"]["per_position"]) == 2
-    head = eagle3.load(setup(target, out))
+    head = eagle3.load(setup(target, out)).kind.model
     assert head.token_ids.shape == (64,) and head.target_layers == (2, 5, 7)

@@ -93,7 +93,7 @@ def load(architecture: str, made: DraftSetup) -> Any:
 @pytest.fixture(params=(EAGLE, EAGLE3))
 def head(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     save(tmp_path, config_of(request.param), tensors(request.param))
-    return load(request.param, setup(tmp_path))
+    return load(request.param, setup(tmp_path)).kind.model
 
 
 def plain(head: Any, ids: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +121,9 @@ class Rig:
     """One request, whose draft keys alone are kept."""
 
     def __init__(self, head: Any) -> None:
-        specs = group_specs([head.kind])
-        self.head, self.runner = head, Runner(specs, [16], Backend(), head.ops)
+        self.head, self.kind = head, head.draft.kind
+        specs = group_specs([self.kind])
+        self.runner = Runner(specs, [16], Backend(), head.ops)
         self.table = PageTable(CacheGroups(specs, [PagePool(16)]))
 
     def step(self, ids: Tensor, given: Tensor, begin: int, parents: Any = None) -> StepOutput:
@@ -136,7 +137,7 @@ class Rig:
             parents=parents,
         )
         with torch.no_grad():
-            return self.runner.run(build(self.head.kind.specs, [work]), ids, self.head.kind)
+            return self.runner.run(build(self.kind.specs, [work]), ids, self.kind)
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -161,7 +162,7 @@ def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
     for end in range(9, 12):
         logits, own = plain(head, ids[:end], given)
         assert close(out.behind[-1], own[-1])
-        drafted = head.logits(out.emitted)[-1]
+        drafted = head.draft.logits(out.emitted)[-1]
         known = head.token_ids if count == 3 else torch.arange(VOCAB)
         assert drafted.dtype is torch.float32 and close(drafted[known], logits[-1])
         rest = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, known, False)

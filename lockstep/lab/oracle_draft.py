@@ -26,8 +26,8 @@ from lockstep.run.kind import DRAFTS, VERIFY
 from lockstep.run.runner import GUESSES
 from lockstep.sched.request import DraftTree
 from lockstep.spec import eagle3
-from lockstep.spec.draft import DraftRequest, DraftSetup
-from lockstep.spec.eagle import Head, decoder
+from lockstep.spec.draft import DraftModel, DraftRequest, DraftSetup
+from lockstep.spec.eagle import decoder
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
 
@@ -100,7 +100,7 @@ def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) 
         engine.runner.buckets = Buckets.for_decoding(most, 0, 0, widths)
 
 
-def random_head(setup: DraftSetup) -> Head:
+def random_head(setup: DraftSetup) -> DraftModel:
     """An EAGLE-3 head of the target's size, of weights that are drawn."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(head_config(setup.target)), "utf-8")

@@ -68,7 +68,7 @@ def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
         return weight.to(device.compute).float().to(device.place)
 
     weights = WeightSource(take, lambda _: None, (), device.ops)
-    return kind.build(raw, SimpleNamespace(**raw), weights, setup)
+    return kind.build(raw, SimpleNamespace(**raw), weights, setup).draft
 
 
 def drafts(tiny: Tiny, device: Device = CPU) -> Callable[[DraftSetup], DraftModel]:

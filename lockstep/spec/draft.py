@@ -76,7 +76,8 @@ class Draft(Protocol):
         return
 
 
-class DraftModel(Protocol):
+@dataclass(frozen=True, eq=False)
+class DraftModel:
     """A model that drafts, as `model_draft.ModelDraft` runs it, over its groups of the requests'
     own tables, whose pages the scheduler reserves with the target's.
 
@@ -91,22 +92,16 @@ class DraftModel(Protocol):
                    second; `kind.hidden_layers` is then (0,): what the next row reads as `hidden`
     """
 
-    @property
-    def kind(self) -> StepKind: ...
-    @property
-    def extend(self) -> StepKind: ...
-    @property
-    def follow(self) -> StepKind: ...
-    @property
-    def target_layers(self) -> tuple[int, ...]: ...
-    @property
-    def hidden(self) -> Tensor | None: ...
-    @property
-    def states(self) -> Tensor | None: ...
+    kind: StepKind
+    extend: StepKind
+    follow: StepKind
+    target_layers: tuple[int, ...] = ()
+    hidden: Tensor | None = None
+    states: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, target's vocabulary], float32: -inf for tokens that the draft does not know."""
-        ...
+        return self.kind.model.logits(hidden).float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,38 +4,21 @@ Loaded like any other model, for the target's device. Knows the loader and what 
 engine's `spec.select` calls it, `model_draft` runs what it returns.
 """
 
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import replace
 
 from lockstep.models import loader
 from lockstep.models.loader import Loaded
-from lockstep.run.kind import DRAFTS, GENERATE, StepKind, kinds_of
-from lockstep.spec.draft import DraftSetup
+from lockstep.run.kind import DRAFTS, GENERATE, kinds_of
+from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.types import RuleError
 
 
-@dataclass(frozen=True, eq=False)
-class SeparateModel:
-    """A `DraftModel`."""
-
-    kind: StepKind
-    extend: StepKind
-    follow: StepKind
-    target_layers: tuple[int, ...] = ()
-    hidden: Tensor | None = None
-    states: Tensor | None = None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.kind.model.logits(hidden).float()
-
-
-def load(setup: DraftSetup) -> SeparateModel:
+def load(setup: DraftSetup) -> DraftModel:
     """The model that the options name."""
     return of(loader.load(str(setup.config.speculative_draft_model), setup.config), setup)
 
 
-def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
+def of(loaded: Loaded, setup: DraftSetup) -> DraftModel:
     """A model that is there already, as the draft of a target."""
     (model, info), target = loaded, setup.target.info
     if info.encoder or not model.generates:
@@ -47,4 +30,4 @@ def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
     page_size, kv_dtype = setup.config.page_size, setup.config.kv_cache_dtype
     kinds = kinds_of(model, info, page_size, kv_dtype, setup.first_group)
     kind, extend = [replace(kinds[GENERATE], name=name) for name in DRAFTS]
-    return SeparateModel(kind, extend, follow=extend)
+    return DraftModel(kind, extend, follow=extend)

@@ -9,7 +9,7 @@ EAGLE-3 does otherwise. Knows no request and no tree; `model_draft.py` runs it.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor
 from lockstep.folder import read_json
 from lockstep.models import llama, loader
 from lockstep.models.loader import Loaded
-from lockstep.nn.attention import Attention, AttentionContext, CosSins, Dense
+from lockstep.nn.attention import Attention, AttentionContext, Dense
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.nn.layers import Embedding, Linear, RMSNorm, RMSSpec, WeightSource
 from lockstep.nn.mlp import Mlp
 from lockstep.run.kind import DRAFT, EXTEND, StepKind
-from lockstep.spec.draft import DraftSetup
+from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.types import RuleError, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -36,9 +36,9 @@ Raw = Mapping[str, Any]  # what a config.json says
 
 @dataclass(frozen=True, eq=False)
 class Head(Model):
-    """A model that drafts (`draft.DraftModel`). A step reads the states of its rows from `hidden`
-    [rows, d], and one that extends the target's from `states` [rows, layers * d]: memory that does
-    not move, as a recorded launch needs."""
+    """A step reads the states of its rows from `hidden` [rows, d], and one that extends the
+    target's from `states` [rows, layers * d]: memory that does not move, as a recorded launch
+    needs."""
 
     architecture: ClassVar[str]
     layer: ClassVar[str]  # what its weights are called
@@ -92,44 +92,38 @@ class Head(Model):
         `hidden`."""
 
     @abstractmethod
-    def joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+    def joined(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """What the layer's attention reads."""
 
     @abstractmethod
-    def rows(
-        self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """What `logits` takes, and the state that the next row reads."""
-
     def drafted(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The rows of guesses, behind the head's own states."""
-        hidden = self.hidden[: len(ids)]
-        return self.rows(hidden, self.embedding(ids), self.cos_sin(positions), step)
+        """The rows of guesses, behind the head's own states: what `logits` takes, and the state
+        that the next row reads."""
 
     def extended(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """The same where the target has been. A chain's launch computes these rows once more for
         every guess, as `drafted`."""
-        hidden = self.hidden[: len(ids)].copy_(self.fuse(self.states[: len(ids)]))
-        return self.rows(hidden, self.embedding(ids), self.cos_sin(positions), step)
+        self.hidden[: len(ids)].copy_(self.fuse(self.states[: len(ids)]))
+        return self.drafted(ids, positions, step, layers)
 
     def stored(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """The keys alone of such rows: with one layer they do not depend on what it says."""
         hidden = self.fuse(self.states[: len(ids)])
-        both = self.joined(hidden, self.embedding(ids))
-        self.attn.store(both, self.cos_sin(positions), step)
+        self.attn.store(self.joined(hidden, ids), self.cos_sin(positions), step)
         return hidden
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.drafted(ids, positions, step, ())[0]
 
-    @cached_property
-    def kind(self) -> StepKind:
+    @property
+    def draft(self) -> DraftModel:
+        """What its steps are."""
         config = self.setup.config
-        return StepKind(
+        kind = StepKind(
             name=DRAFT,
             model=self,
             groups=(self.setup.first_group,),
@@ -138,14 +132,14 @@ class Head(Model):
             forward=self.drafted,
             hidden_layers=(0,),
         )
-
-    @cached_property
-    def extend(self) -> StepKind:
-        return replace(self.kind, name=EXTEND, forward=self.extended)
-
-    @cached_property
-    def follow(self) -> StepKind:
-        return replace(self.kind, name=EXTEND, forward=self.stored, hidden_layers=())
+        return DraftModel(
+            kind=kind,
+            extend=replace(kind, name=EXTEND, forward=self.extended),
+            follow=replace(kind, name=EXTEND, forward=self.stored, hidden_layers=()),
+            target_layers=self.target_layers,
+            hidden=self.hidden,
+            states=self.states,
+        )
 
     @property
     def attentions(self) -> Sequence[Attention]:
@@ -170,23 +164,24 @@ class Eagle(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.target.norm(states)
 
-    def joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        return self.fc(torch.cat((embedded, hidden), -1))
+    def joined(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return self.fc(torch.cat((self.embedding(ids), hidden), -1))
 
-    def rows(
-        self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
+    def drafted(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        residual = self.joined(hidden, embedded)
-        hidden, residual = self.mlp_norm.add(self.attn(residual, cos_sin, step), residual)
+        residual = self.joined(self.hidden[: len(ids)], ids)
+        hidden = self.attn(residual, self.cos_sin(positions), step)
+        hidden, residual = self.mlp_norm.add(hidden, residual)
         hidden = self.mlp(hidden) + residual
         return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, d] → float32 [S, vocab]."""
-        return self.target.logits(hidden).float()
+        """hidden [S, d] → [S, vocab]."""
+        return self.target.logits(hidden)
 
 
-def load(setup: DraftSetup) -> Head:
+def load(setup: DraftSetup) -> DraftModel:
     """The head that `speculative_draft_model` names."""
     return load_head(setup.config.speculative_draft_model, setup, Eagle)
 
@@ -199,7 +194,7 @@ def decoder(target: Loaded) -> Decoder:
     return target.model
 
 
-def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> Head:
+def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> DraftModel:
     """The head in a folder or of a hub id, on the target's device."""
     if path_or_id is None:
         rule = f"{setup.config.speculative_algorithm} drafts with a head, a folder or a hub id"
@@ -214,7 +209,7 @@ def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> He
     def described() -> Callable[[WeightSource], Head]:
         return lambda w: head.build(raw, config, w, setup)
 
-    return loader.built(described, "a head", entries, target.ops)[0]
+    return loader.built(described, "a head", entries, target.ops)[0].draft
 
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:

@@ -5,6 +5,7 @@ that, each with a norm, side by side; a norm and an lm_head of its own follow, w
 the target's tokens: draft token i is token i + d2t[i], and t2d marks those.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -12,9 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lockstep.nn.attention import AttentionContext, CosSins
+from lockstep.nn.attention import AttentionContext
 from lockstep.nn.layers import RMSNorm, RMSSpec, WeightSource
-from lockstep.spec.draft import DraftSetup
+from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.spec.eagle import Head, Raw, decoder, load_head
 from lockstep.types import RuleError, shown
 
@@ -51,14 +52,15 @@ class Eagle3(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
-    def joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+    def joined(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return torch.cat((self.input_norm(self.embedding(ids)), self.hidden_norm(hidden)), -1)
 
-    def rows(
-        self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
+    def drafted(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        both = self.joined(hidden, embedded)
-        hidden, residual = self.mlp_norm.add(self.attn(both, cos_sin, step), hidden)
+        residual = self.hidden[: len(ids)]
+        hidden = self.attn(self.joined(residual, ids), self.cos_sin(positions), step)
+        hidden, residual = self.mlp_norm.add(hidden, residual)
         return self.norm.add(self.mlp(hidden), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class Eagle3(Head):
         return every.index_copy_(1, self.token_ids, logits)
 
 
-def load(setup: DraftSetup) -> Head:
+def load(setup: DraftSetup) -> DraftModel:
     """The head that `speculative_draft_model` names, or the built-in model's own."""
     path = setup.config.speculative_draft_model
     if path is None and setup.target.info.folder == BUILTIN:
