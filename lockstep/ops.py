@@ -198,6 +198,10 @@ class Ops(Protocol):
         """x[rows] of x activations [n, d] and rows int32 [t], all of them there: returns
         activations [t, d], in memory of its own."""
 
+    def spread_columns(self, x: Tensor, columns: Tensor, size: int) -> Tensor:
+        """y[:, columns] = x of x float32 [t, n] and distinct columns int64 [n] below the size:
+        returns float32 [t, size], -inf elsewhere."""
+
     # ---- the cache ----
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:

@@ -284,7 +284,7 @@ class Runner:
             if part is not None:
                 tokens, _ = guesses[-1]
                 rows, how = self._bound(part, image)
-                rows = rows._replace(ids=tokens.clamp(min=0))
+                rows.ids.copy_(tokens).clamp_(min=0)
                 model: Any = part.kind.model
                 if output.behind is not None:
                     model.hidden[: len(tokens)].copy_(output.behind)

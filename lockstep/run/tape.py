@@ -7,7 +7,7 @@ and those that follow one another are repeated as one call. Knows no model and n
 records one per signature.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch.utils._python_dispatch import _pop_mode
 
-from lockstep.kernels.cpu import threads
+from lockstep.kernels.cpu import rows, threads
 from lockstep.ops import TRANSPARENT, Recorder
 from lockstep.types import RuleError
 
@@ -81,6 +81,13 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             rule = "the shapes of a recorded launch are those of its bucket"
             got = f"{func}, which asks the numbers"
             raise RuleError(rule, got, "Run it without recording, or make it an operation")
+        copied = copies(func, args)
+        if copied is not None:  # by a kernel: what stands between two of them breaks a script
+            target, pairs = copied
+            for source, place in pairs:
+                rows.copy(source, place)
+            self.held += [target, *args]
+            return target
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__ not in MEMORY:
             self._note(func, args, kwargs, result)
@@ -116,6 +123,35 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             one.repeat()
         self.replays += 1
         return self.output
+
+
+def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
+    """Of a call of torch that only copies float32 rows on a CPU: its result, and from where to
+    where. `cat` is of columns."""
+    if (
+        func is torch.ops.aten.copy_.default
+        and plain_rows(args[:2])
+        and args[0].shape == args[1].shape
+    ):
+        return args[0], [(args[1], args[0])]
+    if (
+        func is not torch.ops.aten.cat.default
+        or args[1:] not in ((-1,), (1,))
+        or not plain_rows(args[0])
+    ):
+        return None
+    widths = [part.shape[1] for part in args[0]]
+    made = threads.empty(len(args[0][0]), sum(widths))
+    return made, list(zip(args[0], made.split(widths, 1), strict=True))
+
+
+def plain_rows(some: Sequence[Any]) -> bool:
+    """Whether all are rows of float32 on a CPU, of columns that lie one behind the other."""
+    tensors = [each for each in some if isinstance(each, Tensor) and each.ndim == 2]
+    return len(tensors) == len(some) and all(
+        each.dtype is torch.float32 and each.device.type == "cpu" and each.stride(1) == 1
+        for each in tensors
+    )
 
 
 def asks_numbers(func: Any, args: tuple[Any, ...]) -> bool:

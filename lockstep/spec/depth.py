@@ -142,8 +142,8 @@ class Costs:
 
     @property
     def guess_s(self) -> float:
-        """The same in the draft."""
-        return self.draft.slope(0.0) if self.draft.known else 0.0
+        """The same in the draft; nothing, as far as is known, where all were as deep."""
+        return self.draft.slope(self.draft.y) if self.draft.known else 0.0
 
     @property
     def first_s(self) -> float:

@@ -66,8 +66,8 @@ class Eagle3(Head):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab], -inf for tokens that it does not know."""
         logits = super().logits(hidden).float()
-        every = logits.new_full((len(logits), self.setup.target.info.vocab_size), -torch.inf)
-        return every.index_copy_(1, self.token_ids, logits)
+        vocab_size = self.setup.target.info.vocab_size
+        return self.ops.spread_columns(logits, self.token_ids, vocab_size)
 
 
 def load(setup: DraftSetup) -> DraftModel:

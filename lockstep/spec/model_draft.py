@@ -8,7 +8,7 @@ model's own sample with the target's noise, or the best few. Knows requests, pla
 `DraftModel`; `speculation` calls it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -97,15 +97,13 @@ class Chains(NamedTuple):
 class Beam:
     """The draft of one request in the making: its guesses, each as the path that ends with it, and
     their log-probabilities, summed along the path. The children of a `level` come next; a chain has
-    one in each, for as long as the `chance` of all is worth it."""
+    one in each."""
 
     def __init__(self, ask: DraftRequest, top_k: int) -> None:
         self.ask, self.table, self.top_k = ask, table_of(ask.request), top_k
         self.scores: dict[Path, float] = {(): 0.0}  # the request's last token first
         self.level: list[Path] = [()]
         self.computed: list[Path] = []  # in order, those of the level last
-        self.chance = 1.0
-        self.shares: list[tuple[Chances, float]] = []  # that `chance` was made of
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -115,8 +113,7 @@ class Beam:
 
     @property
     def goes_on(self) -> bool:
-        deeper = len(self.level) > 0 and len(self.level[0]) < self.ask.steps
-        return deeper and self.chance >= self.ask.go_on
+        return len(self.level) > 0 and len(self.level[0]) < self.ask.steps
 
     def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> list[int]:
         """Children of every node of the level; the best of them are the next one. Returns which of
@@ -269,7 +266,6 @@ class ModelDraft:
         many: what lies behind its own rows is written again before anybody reads it. Behind these
         rows come those of so many `guesses`, but the last, where they are sampled by the same
         launch."""
-        chain = Chain(self.model.kind, guesses) if guesses else None
         tables, kind = [table_of(each) for each in ends], kind or self.model.extend
         lens, ids, states, rows = list[int](), list[int](), list[Tensor](), list[int]()
         for table, (request, end) in zip(tables, ends.items(), strict=True):
@@ -289,7 +285,14 @@ class ModelDraft:
             shape = replace(uniform(len(ends), width), emit=ints(last))
         else:
             shape = shape_of(counts)
-        out = self.runner.run(self._plan(kind, tables, lens, shape), ids, kind, how, chain=chain)
+        plan, chain = self._plan(kind, tables, lens, shape), None
+        if guesses:
+            chain = Chain(self.model.kind, guesses)
+        if chain and not width:  # each guess has a row of its own
+            every = self._plan(chain.kind, tables, list(ends.values()), uniform(len(ends), guesses))
+            self.runner.check(every, chain.kind)
+            chain = chain._replace(plans=tuple(single_rows(every, uniform(len(ends), 1)))[:-1])
+        out = self.runner.run(plan, ids, kind, how, chain=chain)
         for table in tables:
             table.moved(kind.groups)
         return out
@@ -338,15 +341,18 @@ class ModelDraft:
 
     def _grown(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Trees of requests whose rows can be computed: level by level, all at once. Behind every
-        node of a level the best tokens are guessed; of these the best are the next level."""
+        node of a level the best tokens are guessed; of these the best are the next level. Chains
+        that need no more than the sampler come from one launch."""
         rows = self._rows([(ask, ()) for ask in asks])
-        if self.top_k == 1 and self.runner.even and len(self.runner.sampled) and rows.how.plain:
-            return self._late_chains(asks, rows)
+        if self.top_k == 1 and rows.how.plain:
+            if self.runner.even and len(self.runner.sampled):
+                return self._late_chains(asks, rows)
+            if 1 < self.steps == min([ask.steps for ask in asks]) and not self.runner.even:
+                return self._chains(asks, rows)
         beams = live = [Beam(ask, self.top_k) for ask in asks]
-        plans: Iterator[StepPlan] = iter(())
         out = self._begin(asks)
         while live:
-            scores, ids = self._guesses(out, rows, live)
+            scores, ids = self._guesses(out, rows)
             first, above, going = 0, list[int](), list[Beam]()
             for beam in live:
                 end = first + len(beam.level)
@@ -357,18 +363,30 @@ class ModelDraft:
                 first = end
             if going:
                 self._feed(out, above)
-                plan = next(plans, None) if len(going) == len(live) else None
-                if plan is None:
-                    plans = self._further(going)
-                    plan = next(plans)
                 tokens = [path[-1] for beam in going for path in beam.level]
                 rows = self._rows([(beam.ask, path) for beam in going for path in beam.level])
-                out = self.runner.run(plan, tokens, self.model.kind, checked=self.top_k == 1)
+                out = self.runner.run(self._further(going), tokens, self.model.kind)
             live = going
-        for beam in beams:
-            state = DraftState.of(beam.table)
-            beam.table.draft_state = state._replace(shares=tuple(beam.shares))
         return [beam.tree() for beam in beams]
+
+    def _chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
+        """All tokens of all requests by one launch. A chain ends where the model thinks that it is
+        wrong."""
+        out, trees = self._begin(asks, settings(rows, self.vocab_size), self.steps), []
+        found = [(ids.tolist(), np.exp(logs.numpy()).tolist()) for ids, logs in out.guesses]
+        for i, ask in enumerate(asks):
+            chances, chance = self._chances[ask.params.temperature > 0], 1.0
+            ids, shares = list[int](), list[tuple[Chances, float]]()
+            for tokens, given in found:
+                if chance < ask.go_on or tokens[i] == NO_TOKEN:
+                    break
+                ids.append(tokens[i])
+                shares.append((chances, given[i]))
+                chance *= chances.of(given[i])
+            table = table_of(ask.request)
+            table.draft_state = DraftState.of(table)._replace(shares=tuple(shares))
+            trees.append(DraftTree(tuple(ids), tuple(range(len(ids)))))
+        return trees
 
     def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
         """All tokens of all requests by one launch, without a look at one."""
@@ -425,41 +443,27 @@ class ModelDraft:
         return [early.tree(numbers[ask.request], ask.steps) for ask in asks]
 
     def _guesses(
-        self, out: StepOutput, rows: RowBatch, beams: Sequence[Beam]
+        self, out: StepOutput, rows: RowBatch
     ) -> tuple[list[list[float]], list[list[int]]]:
         """What follows some rows: log-probabilities and tokens, the best few of each; a chain's is
-        the sample, and its chance is what the model gives it, before temperature and penalties."""
+        the sample."""
         logits = self.model.logits(out.emitted)
         if self.top_k > 1:
             return best(logits, rows, self.top_k, self.eos_ids)
-        scores = logits.cpu().numpy()
-        if rows.how.plain and not any(each.temperature for each in rows.how.params):
-            tokens = scores.argmax(1)
-        else:
-            tokens = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids.cpu().numpy()
-        if self.knows_chances:
-            weights = np.exp(scores - scores.max(1, keepdims=True))
-            shares = weights[np.arange(len(tokens)), tokens] / weights.sum(1)
-            for beam, share in zip(beams, shares.tolist(), strict=True):
-                known = self._chances[beam.ask.params.temperature > 0]
-                beam.shares.append((known, share))
-                beam.chance *= known.of(share)
-        found = np.where(tokens == NO_TOKEN, -np.inf, 0.0)
-        return found[:, None].tolist(), tokens[:, None].tolist()
+        ids = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids.tolist()
+        return [[-np.inf if token == NO_TOKEN else 0.0] for token in ids], [
+            [token] for token in ids
+        ]
 
-    def _further(self, beams: Sequence[Beam]) -> Iterator[StepPlan]:
-        """The next steps: of trees one, of chains as many as all may have, planned and checked in
-        one go."""
+    def _further(self, beams: Sequence[Beam]) -> StepPlan:
+        """The next step, of a level. Chains lie in the pages."""
         tables, kind = [beam.table for beam in beams], self.model.kind
-        lens, depths = [table.draft_len for table in tables], [len(b.level[0]) for b in beams]
-        if self.top_k > 1:
-            shape = shape_of([len(b.level) for b in beams], [b.parents for b in beams])
-            return iter([self._plan(kind, tables, lens, shape)])
-        width = min([b.ask.steps - depth for b, depth in zip(beams, depths, strict=True)])
-        begins = [n + depth - 1 for n, depth in zip(lens, depths, strict=True)]
-        plan = self._plan(kind, tables, begins, uniform(len(beams), width))
-        self.runner.check(plan, kind)
-        return single_rows(plan, uniform(len(beams), 1))
+        lens = [table.draft_len for table in tables]
+        if self.top_k == 1:
+            begins = [n + len(beam.level[0]) - 1 for n, beam in zip(lens, beams, strict=True)]
+            return self._plan(kind, tables, begins, uniform(len(beams), 1))
+        shape = shape_of([len(b.level) for b in beams], [b.parents for b in beams])
+        return self._plan(kind, tables, lens, shape)
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
         """What the next rows read: what these rows, of those that were emitted, left."""

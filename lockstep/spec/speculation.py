@@ -128,8 +128,6 @@ class Speculation:
             if tree.token_ids:
                 ask.request.draft = tree
         deepest = max(ask.steps for ask in asks)
-        if self.draft.knows_chances:
-            deepest = max(1, *(len(tree.token_ids) for tree in trees))
         self._begun = time.perf_counter()
         if self.runner.warmth != RECORDED:
             seconds = self._begun - begun

@@ -179,6 +179,9 @@ class Ops:
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return torch.stack([x[row] for row in rows.tolist()]) if len(rows) else x[:0].clone()
 
+    def spread_columns(self, x: Tensor, columns: Tensor, size: int) -> Tensor:
+        return x.new_full((len(x), size), -torch.inf).index_copy_(1, columns, x)
+
     # ---- the cache
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:

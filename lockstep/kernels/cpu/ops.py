@@ -69,6 +69,7 @@ class Ops:
     soft_cap = staticmethod(transparent(rows.soft_cap))
     pool = staticmethod(rows.pool)
     take_rows = staticmethod(transparent(rows.take))
+    spread_columns = staticmethod(transparent(rows.spread))
     kv_write = staticmethod(transparent(kv_write))
     kv_move = staticmethod(transparent(kv_move))
     sample_tokens = staticmethod(transparent(sample.sample_tokens))

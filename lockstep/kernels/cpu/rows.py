@@ -26,7 +26,7 @@ from lockstep.order import LANES, LOG2E
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
 NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(12)
-WRITE, TAKE = 12, 13
+SPREAD, COPY, WRITE, TAKE = range(12, 16)
 ELEMENT_NS = {ANGLES: 8, WRITE: 4, TAKE: 4}  # of one thread, else 1
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
@@ -126,6 +126,20 @@ def softmax(x: Tensor) -> Tensor:
 def shares(x: Tensor, floor: float) -> Tensor:
     """x / (sum of the row + floor), of each row of [t, n]."""
     return _run(SHARES, x, _bits(floor))
+
+
+def spread(x: Tensor, columns: Tensor, size: int) -> Tensor:
+    """y[:, columns] = x of x [t, n] and distinct columns int64 [n], all below the size."""
+    y = empty(len(x), size)
+    more = (columns.data_ptr(), len(columns))
+    _call(SPREAD, (x.data_ptr(), 4 * x.stride(0), 0), y, (len(x), 1, size), more)
+    return y
+
+
+def copy(x: Tensor, y: Tensor) -> None:
+    """y[:] = x of float32 [t, n] each, whose columns lie one behind the other."""
+    more = (y.data_ptr(), 4 * y.stride(0))
+    _call(COPY, (x.data_ptr(), 4 * x.stride(0), 0), y, (len(x), 1, x.shape[1]), more)
 
 
 def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
@@ -274,6 +288,10 @@ def rarer(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
         clamp_row(y, n, x, x + 4 * n, alpha, limit)
     elif what == SOFTMAX:
         softmax_row(x, y, n)
+    elif what == SPREAD:
+        spread_row(x, y, n, int64_at(record[9]), record[10])
+    elif what == COPY:
+        copy_row(record[9] + i * record[10], n, x, 0)
     else:
         floor = np.int32(record[9]).view(np.float32)
         divide_row(y, n, x, add(sum_row(x, n, 0), floor))
@@ -398,6 +416,14 @@ def softmax_row(x: Any, y: Any, n: Any) -> None:
         top = maximum(top, float32_at(x)[k])
     power_row(y, n, x, top)
     divide_row(y, n, y, sum_row(y, n, 0))
+
+
+def spread_row(x: Any, y: Any, n: Any, columns: Any, count: Any) -> None:
+    """One row of `spread`."""
+    for k in range(n):
+        float32_at(y)[k] = -INF
+    for k in range(count):
+        float32_at(y)[columns[k]] = float32_at(x)[k]
 
 
 def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits: Any) -> None:

@@ -115,6 +115,10 @@ class Ops:
         """Torch's own."""
         return x.index_select(0, rows)
 
+    def spread_columns(self, x: Tensor, columns: Tensor, size: int) -> Tensor:
+        """Torch's own."""
+        return x.new_full((len(x), size), -torch.inf).index_copy_(1, columns, x)
+
     # ---- the cache ----
 
     kv_write = staticmethod(cache.write)
