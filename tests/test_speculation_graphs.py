@@ -169,6 +169,20 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
     assert all(tree.chain for tree in evened)
 
 
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tokens", range(4, 8))
+def test_a_shallow_draft_has_room_for_rows_that_make_all_as_many(how, tokens, monkeypatch):
+    """A tree of one level had none at a page's end: its first step was wider than it is deep."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    asked = [(words(tokens, 3), replace(WISH, seed=1))]
+    engine = recorded(QWEN3, False, monkeypatch, **how)
+    wanted = engine.speculation._wanted
+    engine.speculation._wanted = lambda scheduler: dict.fromkeys(wanted(scheduler), 1)
+    (got, counts), (want, _) = answers(engine, asked), answers(made(QWEN3), asked)
+    assert [each[:2] for each in got] == [each[:2] for each in want] and counts.drafted
+
+
 def test_what_pads_a_chain_is_no_guess(monkeypatch):
     """They used to count: where one request in twenty had a guess, hardly any seemed right."""
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -107,7 +107,7 @@ class Speculation:
         costs = self.costs[rounded(len(wanted))]
         go_on = costs.go_on if self.adaptive else 0.0
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
-        behind = shape.steps if even and shape.top_k == 1 else 0  # they fill up others'
+        behind = shape.steps if even else 0  # rows that make all as many
         for request, steps in wanted.items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             if nodes < 1:
