@@ -160,7 +160,7 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
         speculations.DraftTree((), ()),
         speculations.DraftTree((5,), (0,)),
     ]
-    shape = speculations.TreeShape(5)
+    shape = speculations.TreeShape(steps=5, top_k=1, nodes=5)
     assert shape.depths == (1, 3, 5) and shape.widths == (1, 2, 4, 6, 8, 10)
     assert [shape.rounded(n) for n in range(6)] == [0, 1, 3, 3, 5, 5]
     evened = speculations.evened(asks, trees, shape)

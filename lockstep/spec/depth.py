@@ -23,7 +23,7 @@ OUTLIER = 1.5  # times above so many means count as that: one that waited for a 
 FLAT = 0.1  # variance of sizes that a slope is measured by, at least
 
 
-@dataclass
+@dataclass(eq=False)
 class Acceptance:
     """Drafts of one request, or of all: their number, guesses, those that were tried, those that
     were right; what lies back counts less."""

@@ -28,14 +28,18 @@ Loader = Callable[[DraftSetup], DraftModel]
 def shape_of(config: EngineConfig) -> TreeShape:
     """How large drafts may be."""
     steps = config.speculative_num_steps or STEPS[config.speculative_algorithm or ""]
-    rows = config.speculative_num_draft_tokens
+    rows, k = config.speculative_num_draft_tokens, config.speculative_eagle_topk or 1
     if rows is not None and rows < 2:
         rule = "speculative_num_draft_tokens counts the last token and at least one behind it"
         raise RuleError(rule, str(rows), "Use 2 or more")
-    top_k = config.speculative_eagle_topk or 1
-    if rows is not None and top_k == 1 and config.speculative_num_steps is None:
+    if rows is not None and k == 1 and config.speculative_num_steps is None:
         steps = rows - 1
-    return TreeShape(steps, top_k, rows - 1 if rows is not None else 0)
+    most = k + (steps - 1) * k * k
+    nodes = min(most, steps * k) if rows is None else rows - 1
+    if not steps <= nodes <= most:
+        rule = f"{steps} steps of top-k {k} give from {steps} to {most} draft tokens"
+        raise RuleError(rule, str(nodes), "Change their number, the steps or top-k")
+    return TreeShape(steps, k, nodes)
 
 
 def most_rows(config: EngineConfig) -> int:

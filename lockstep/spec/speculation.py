@@ -22,7 +22,6 @@ from lockstep.sched.request import AcceptedTokens, DraftTree, Request, Scheduled
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
-from lockstep.types import RuleError
 
 ANY_ID = 0  # of a guess that nobody made
 TOLD = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
@@ -33,17 +32,8 @@ class TreeShape:
     """How large a draft may be."""
 
     steps: int  # its deepest token
-    top_k: int = 1  # tokens that are tried behind each of the best; 1 is a chain
-    nodes: int = 0  # tokens in all
-
-    def __post_init__(self) -> None:
-        k = self.top_k
-        most = k + (self.steps - 1) * k * k
-        if not self.nodes:
-            object.__setattr__(self, "nodes", min(most, self.steps * k))
-        if not self.steps <= self.nodes <= most:
-            rule = f"{self.steps} steps of top-k {k} give from {self.steps} to {most} draft tokens"
-            raise RuleError(rule, str(self.nodes), "Change their number, the steps or top-k")
+    top_k: int  # tokens that are tried behind each of the best; 1 is a chain
+    nodes: int  # tokens in all
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -122,7 +112,7 @@ class Speculation:
             return
         self._tell()
         trees = self.draft.propose(asks)
-        if even:
+        if even and shape.top_k == 1:
             trees = evened(asks, trees, shape)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
@@ -189,9 +179,8 @@ class Speculation:
             kept: Sequence[int] = range(begin, begin + rows.new_len)
             if rows.parents is not None:
                 nodes, deepest = accepted.sample(sample).nodes, rows.new_len - 1 - rows.request.pads
-                kept = kept[: len(nodes)]
+                kept = [begin + node for node in nodes]
                 if not rows.chain:
-                    kept = [begin + node for node in nodes]
                     deepest = max(map(len, paths(rows.parents, rows.new_len))) - 1
                 if deepest > 0:
                     right = min(deepest, max(len(nodes) - 1, 0))
@@ -238,20 +227,18 @@ class Speculation:
                 most[request] = deepest
         if not self.adaptive or not most:
             return {request: min(n, shape.steps) for request, n in most.items()}
-        # who guesses, or does not, together: all, where they do in the same launch
-        together = [[request] for request in most]
-        if even:
-            together = [list(most)]
-        acceptances = [self._acceptance_of(requests[0]) for requests in together]
+        together = dict[Acceptance, list[Request]]()  # who guesses, or does not, with whom
+        for request in most:
+            together.setdefault(self._acceptance_of(request), []).append(request)
         costs = self.costs[rounded(len(most))]
         if self.draft.knows_chances:  # and ends its chains by itself
-            chosen = [shape.steps * pays for pays in costs.pays(acceptances)]
+            chosen = [shape.steps * pays for pays in costs.pays([*together])]
         else:
-            chosen = costs.depths(acceptances, shape.steps, shape.nodes)
+            chosen = costs.depths([*together], shape.steps, shape.nodes)
             if even and shape.top_k == 1:
                 chosen = [shape.rounded(steps) for steps in chosen]
         wanted: dict[Request, int] = {}
-        for requests, acceptance, steps in zip(together, acceptances, chosen, strict=True):
+        for (acceptance, requests), steps in zip(together.items(), chosen, strict=True):
             if steps:  # to be right sometimes is not enough: it has to pay
                 self._acceptance.rest, acceptance.rest, acceptance.rests_until = REST, REST, 0
             elif costs.plain.known:
@@ -282,8 +269,8 @@ class Speculation:
         return self.adaptive and self._acceptance_of(request).resting(settled)
 
     def _acceptance_of(self, request: Request) -> Acceptance:
-        """A new request begins with what is known of all: how often they are right, and how long
-        who is not rests."""
+        """One of all, where all guess in the same launch. A new request begins with what is known
+        of all: how often they are right, and how long who is not rests."""
         acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
         if acceptance is None:
             acceptance = self._acceptances[request] = self._acceptance.other()
@@ -294,15 +281,12 @@ def evened(
     asks: Sequence[DraftRequest], trees: Sequence[DraftTree], shape: TreeShape
 ) -> list[DraftTree]:
     """Chains as long as the longest of them, with any token behind those that are shorter: so many
-    rows of every request are a launch that was recorded. Trees are as they are."""
-    longest, out = max((len(tree.token_ids) for tree in trees), default=0), list[DraftTree]()
-    longest = shape.rounded(longest) if shape.top_k == 1 else longest
+    rows of every request are a launch that was recorded."""
+    longest, out = shape.rounded(max(len(tree.token_ids) for tree in trees)), list[DraftTree]()
     for ask, tree in zip(asks, trees, strict=True):
-        pads = min(longest, ask.steps) - len(tree.token_ids)
-        if pads > 0 and tree.chain:
-            ids = (*tree.token_ids, *[ANY_ID] * pads)
-            tree = DraftTree(ids, tuple(range(len(ids))), pads)
-        out.append(tree)
+        pads = max(min(longest, ask.steps) - len(tree.token_ids), 0)
+        ids = (*tree.token_ids, *[ANY_ID] * pads)
+        out.append(DraftTree(ids, tuple(range(len(ids))), pads))
     return out
 
 
