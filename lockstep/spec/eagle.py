@@ -7,7 +7,7 @@ EAGLE-3 does otherwise. Knows no request and no tree; `model_draft.py` runs it.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -92,15 +92,21 @@ class Head(Model):
         `hidden`."""
 
     @abstractmethod
-    def joined(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """What the layer's attention reads."""
+    def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer's attention reads, and the residual."""
 
     @abstractmethod
+    def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `logits` takes behind the layer, and the state that the next row reads."""
+
     def drafted(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The rows of guesses, behind the head's own states: what `logits` takes, and the state
-        that the next row reads."""
+        """The rows of guesses, behind the head's own states."""
+        hidden, residual = self.joined(self.hidden[: len(ids)], ids)
+        hidden = self.attn(hidden, self.cos_sin(positions), step)
+        hidden, residual = self.mlp_norm.add(hidden, residual)
+        return self.left(self.mlp(hidden), residual)
 
     def extended(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
@@ -113,7 +119,7 @@ class Head(Model):
     def stored(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """The keys alone of such rows: with one layer they do not depend on what it says."""
         hidden = self.fuse(self.states[: len(ids)])
-        self.attn.store(self.joined(hidden, ids), self.cos_sin(positions), step)
+        self.attn.store(self.joined(hidden, ids)[0], self.cos_sin(positions), step)
         return hidden
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
@@ -164,16 +170,12 @@ class Eagle(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.target.norm(states)
 
-    def joined(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        return self.fc(torch.cat((self.embedding(ids), hidden), -1))
+    def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        both = self.fc(torch.cat((self.embedding(ids), hidden), -1))
+        return both, both
 
-    def drafted(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        residual = self.joined(self.hidden[: len(ids)], ids)
-        hidden = self.attn(residual, self.cos_sin(positions), step)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        hidden = self.mlp(hidden) + residual
+    def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden + residual
         return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -204,12 +206,8 @@ def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> Dr
     loader.check_numbers(raw)
     check_config(raw, setup.target, head.architecture)
     entries = None if setup.config.load_format == "dummy" else loader.scan(folder, MAPS)
-    config = loader.parse_config(folder, raw)
-
-    def described() -> Callable[[WeightSource], Head]:
-        return lambda w: head.build(raw, config, w, setup)
-
-    return loader.built(described, "a head", entries, target.ops)[0].draft
+    build = partial(head.build, raw, loader.parse_config(folder, raw), setup=setup)
+    return loader.built(lambda: build, "a head", entries, target.ops)[0].draft
 
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:

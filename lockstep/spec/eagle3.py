@@ -5,7 +5,6 @@ that, each with a norm, side by side; a norm and an lm_head of its own follow, w
 the target's tokens: draft token i is token i + d2t[i], and t2d marks those.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lockstep.nn.attention import AttentionContext
 from lockstep.nn.layers import RMSNorm, RMSSpec, WeightSource
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.spec.eagle import Head, Raw, decoder, load_head
@@ -52,16 +50,12 @@ class Eagle3(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
-    def joined(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        return torch.cat((self.input_norm(self.embedding(ids)), self.hidden_norm(hidden)), -1)
+    def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        both = self.input_norm(self.embedding(ids)), self.hidden_norm(hidden)
+        return torch.cat(both, -1), hidden
 
-    def drafted(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        residual = self.hidden[: len(ids)]
-        hidden = self.attn(self.joined(residual, ids), self.cos_sin(positions), step)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.norm.add(self.mlp(hidden), residual)
+    def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm.add(hidden, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab], -inf for tokens that it does not know."""
