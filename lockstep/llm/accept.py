@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lockstep.llm.generation import CompletionState, Ending, TokenUpdates
+from lockstep.llm.generation import Ending, TokenUpdates
 from lockstep.llm.output import Speculated
 from lockstep.llm.rows import Launched
 from lockstep.sample.sampler import Logprobs, Sampled
@@ -70,8 +70,9 @@ def accept(
     for row, owner in rows.drafts:
         guesses = batch.new_lens[owner] - 1 - batch.requests[owner].pads
         if guesses:
-            right = min(guesses, len(nodes[row]) - 1, len(kept[row]))
-            speculated[row] = counted(completions[row], guesses, max(right, 0))
+            right = max(min(guesses, len(nodes[row]) - 1, len(kept[row])), 0)
+            drafted, before, steps = completions[row].speculated
+            speculated[row] = Speculated(drafted + guesses, before + right, steps + 1)
     updates = TokenUpdates(
         completions=completions,
         begins=launched.begins,
@@ -100,22 +101,14 @@ def drafts_of(launched: Launched) -> dict[int, NodeRows]:
 
 
 def gathered(launched: Launched, chosen: Sampled, verified: Verified) -> AskedLogprobs:
-    """The log-probabilities of accepted tokens: those of a chain lie behind one another."""
+    """The log-probabilities of accepted tokens."""
     firsts, logprobs = launched.rows.firsts, chosen.logprobs
     asked = [row for row, each in enumerate(launched.rows.completions) if each.scored]
     if logprobs is None:
         return AskedLogprobs(None, asked, [])
     number = {row: i for i, row in enumerate(chosen.logprob_rows)}
-    if not launched.step.batch.shape.tail:
-        return AskedLogprobs(logprobs, asked, [number[firsts[row]] for row in asked])
     paths = [[firsts[row] + node for node in verified.nodes.get(row, (0,))] for row in asked]
     at = [number[row] for path in paths for row in path]
     index = torch.tensor(at, dtype=torch.int64, device=logprobs.chosen.device)  # of none too
     begins = list(accumulate(map(len, paths), initial=0))[:-1]
     return AskedLogprobs(Logprobs(*[column[index] for column in logprobs]), asked, begins)
-
-
-def counted(completion: CompletionState, guesses: int, right: int) -> Speculated:
-    """With a draft more of so many guesses, of which some were right."""
-    drafted, accepted, steps = completion.speculated
-    return Speculated(drafted + guesses, accepted + right, steps + 1)

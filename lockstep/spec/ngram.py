@@ -20,22 +20,15 @@ class Index:
         self.known_len = 0  # tokens that were looked at
         self.ends: dict[tuple[int, ...], int] = {}
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """More tokens have come. The runs that end with the last one are not taken in yet: they
-        would only find themselves."""
-        for end in range(max(self.known_len, 1), len(tokens)):
-            for n in range(SHORTEST, LONGEST + 1):
-                if end >= n:
-                    self.ends[tuple(tokens[end - n : end])] = end
-        self.known_len = len(tokens)
-
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Behind which token the longest known run of the last ones ended."""
-        for n in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-            end = self.ends.get(tuple(tokens[-n:]))
-            if end is not None:
-                return end
-        return None
+        """Behind which token the longest known run of the last ones ended. The runs that end with
+        the last token are not taken in yet: they would only find themselves."""
+        for end in range(max(self.known_len, 1), len(tokens)):
+            for n in range(SHORTEST, min(LONGEST, end) + 1):
+                self.ends[tuple(tokens[end - n : end])] = end
+        self.known_len = len(tokens)
+        last = [tuple(tokens[-n:]) for n in range(LONGEST, SHORTEST - 1, -1)]
+        return next((self.ends[run] for run in last if run in self.ends), None)
 
 
 class NgramDraft(Draft):
@@ -51,12 +44,11 @@ class NgramDraft(Draft):
 
     def _chain(self, ask: DraftRequest) -> DraftTree:
         tokens = ask.request.tokens
-        index = self._indexes.setdefault(ask.request, Index())
-        index.update(tokens)
-        end = index.find(tokens)
+        end = self._indexes.setdefault(ask.request, Index()).find(tokens)
         if end is None:
             return NO_DRAFT
-        period, count = len(tokens) - end, min(ask.steps, ask.nodes)
-        # a run that reaches into the end of the text goes on as it began
-        ids = tuple([tokens[end + i % period] for i in range(count)])
-        return DraftTree(ids, tuple(range(count)))
+        period = (
+            len(tokens) - end
+        )  # a run that reaches into the end of the text goes on as it began
+        ids = [tokens[end + i % period] for i in range(ask.steps)]
+        return DraftTree(tuple(ids), tuple(range(ask.steps)))
