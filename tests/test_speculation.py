@@ -370,7 +370,7 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
         views = [table.views(tuple(range(len(specs)))) for table in tables]
         return build(specs, [RequestWork(n, width, own) for n, own in zip(lens, views)])
 
-    steps = list(single_rows(planned((5, 9), 4), model_draft.uniform(2, 1)))
+    steps = list(single_rows(planned((5, 9), 4), model_draft.shape_of((1, 1))))
     assert len(steps) == 4
     for nth, step in enumerate(steps):
         alone = planned((5 + nth, 9 + nth), 1)
@@ -382,7 +382,7 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
             for name in names:
                 assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
     with pytest.raises(RuleError, match="as many plain rows each"):
-        next(single_rows(build(specs, []), model_draft.uniform(2, 1)))
+        next(single_rows(build(specs, []), model_draft.shape_of((1, 1))))
 
 
 def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(monkeypatch):

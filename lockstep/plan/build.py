@@ -248,32 +248,34 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     )
 
 
-def single_rows(plan: StepPlan, shape: BatchShape) -> Iterator[StepPlan]:
-    """The steps of a chain from one plan of all its rows: the first row of every request, then the
-    second behind it, ... `shape` is that of one row each."""
-    b, ones = plan.bucket, (plan.bucket.requests,) * len(plan.groups)
+def cut(plan: StepPlan, shapes: Sequence[BatchShape]) -> Iterator[StepPlan]:
+    """Steps that follow one another, from one plan of all their rows: the first rows of every
+    request, then those behind them, ... Each shape is of as many plain rows of every request."""
+    b, first = plan.bucket, 0
     if not b.width or b.tail or any(b.moves):
-        rule = "requests with as many plain rows each are computed row by row"
+        rule = "requests with as many plain rows each are computed one after the other"
         raise RuleError(rule, str(b), "Run the plan as it is")
-    bucket = replace(b, tokens=b.requests, width=1, emits=b.requests, writes=ones)
-    real = Real(b.requests, b.requests, b.requests)
-    for nth in range(b.width):
-        positions = plan.positions[nth :: b.width].copy()
-        ends = frozen(positions + np.int32(1))
+    rows = np.arange(b.tokens).reshape(b.requests, b.width)
+    for shape in shapes:
+        these, first = rows[:, first : first + shape.width].ravel(), first + shape.width
+        positions = plan.positions[these]
+        ends = frozen(positions[shape.q_indptr[1:] - 1] + np.int32(1))
         groups = [
-            replace(g, kv_lens=ends, write_slots=frozen(g.write_slots[nth :: b.width].copy()))
+            replace(g, kv_lens=ends, write_slots=frozen(g.write_slots[these]))
             for g in plan.groups
             if isinstance(g, PagedGroup)
         ]
+        tokens, emits = len(these), len(shape.emit)
+        writes = (tokens,) * len(groups)
         yield StepPlan(
             q_indptr=shape.q_indptr,
             positions=frozen(positions),
-            start=ends,
+            start=frozen(positions + np.int32(1)),
             tail_indptr=shape.tail_indptr,
             emit=shape.emit,
             groups=tuple(groups),
-            bucket=bucket,
-            real=real,
+            bucket=replace(b, tokens=tokens, width=shape.width, emits=emits, writes=writes),
+            real=Real(b.requests, tokens, emits),
         )
 
 

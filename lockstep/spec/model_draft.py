@@ -8,6 +8,7 @@ model's own sample with the target's noise, or the best few. Knows requests, pla
 `DraftModel`; `speculation` calls it.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,21 +22,13 @@ from torch import Tensor
 from lockstep.kv.tables import PageTable
 from lockstep.models.loader import Info
 from lockstep.ops import sent
-from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, single_rows
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, cut
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
 from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
+from lockstep.sample import sampler
 from lockstep.sample.formulas import NO_TOKEN, counter
-from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import (
-    RowBatch,
-    RowParams,
-    Settings,
-    apply_penalties,
-    noise_of,
-    sample,
-    settings,
-)
+from lockstep.sample.sampler import RowBatch, RowParams, Settings
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec.depth import Chances
 from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, SettledStep
@@ -71,10 +64,10 @@ class DraftState(NamedTuple):
 
     def behind(self, begin: int) -> "DraftState":
         """Without the states of rows before this one."""
-        gone = begin - self.begin
-        if gone <= 0 or not self.hidden:
-            return self
-        return DraftState(begin, self.hidden[gone:], self.rows[gone:], self.shares)
+        gone = max(0, begin - self.begin)
+        return self._replace(
+            begin=self.begin + gone, hidden=self.hidden[gone:], rows=self.rows[gone:]
+        )
 
 
 class Chains(NamedTuple):
@@ -137,10 +130,8 @@ class Beam:
         return DraftTree(tuple(ids), tuple([kept.index(path[:-1]) for path in kept[1:]]))
 
     def _best(self, paths: Iterable[Path], count: int) -> list[Path]:
-        """The best of some, in their order."""
-        order = list(paths)
-        kept = {*sorted(order, key=lambda path: -self.scores[path])[:count]}
-        return [path for path in order if path in kept]
+        """Of some, the best first; what stands above another is as good, and came before it."""
+        return sorted(paths, key=self.scores.__getitem__, reverse=True)[:count]
 
 
 class ModelDraft:
@@ -233,6 +224,25 @@ class ModelDraft:
         pages = [table.views(kind.groups) for table in tables]
         return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
 
+    def _plans(
+        self,
+        kind: StepKind,
+        tables: list[PageTable],
+        lens: Sequence[int],
+        shape: BatchShape,
+        later: int,
+    ) -> list[StepPlan]:
+        """The same and, of the steps behind it, `later` ones of one row each, all of them checked;
+        from one plan, if its requests have as many rows each."""
+        n, each = len(tables), shape_of((1,) * len(tables))
+        if later and shape.width:
+            every = self._plan(kind, tables, lens, shape_of((shape.width + later,) * n))
+            self.runner.check(every, kind)
+            return list(cut(every, [shape, *[each] * later]))
+        plan, ends = self._plan(kind, tables, lens, shape), [table.draft_len for table in tables]
+        self.runner.check(plan, kind)
+        return [plan, *self._plans(kind, tables, ends, each, later - 1)] if later else [plan]
+
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Of each of some steps' states one row, in memory of its own."""
         steps = list({id(each): each for each in states}.values())
@@ -280,19 +290,13 @@ class ModelDraft:
         if self.model.states is not None:
             self.model.states[: len(rows)] = self._gathered(states, rows)
         counts = [end - begin for end, begin in zip(ends.values(), lens, strict=True)]
+        shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
-            last = np.arange(len(ends)) * width + np.array(counts) - 1
-            shape = replace(uniform(len(ends), width), emit=ints(last))
-        else:
-            shape = shape_of(counts)
-        plan, chain = self._plan(kind, tables, lens, shape), None
-        if guesses:
-            chain = Chain(self.model.kind, guesses)
-        if chain and not width:  # each guess has a row of its own
-            every = self._plan(chain.kind, tables, list(ends.values()), uniform(len(ends), guesses))
-            self.runner.check(every, chain.kind)
-            chain = chain._replace(plans=tuple(single_rows(every, uniform(len(ends), 1)))[:-1])
-        out = self.runner.run(plan, ids, kind, how, chain=chain)
+            shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))
+        later = guesses - 1 if guesses and not width else 0
+        plan, *plans = self._plans(kind, tables, lens, shape, later)
+        chain = Chain(self.model.kind, guesses, tuple(plans)) if guesses else None
+        out = self.runner.run(plan, ids, kind, how, chain=chain, checked=True)
         for table in tables:
             table.moved(kind.groups)
         return out
@@ -329,8 +333,9 @@ class ModelDraft:
         """How the tokens behind some guesses are chosen: as the target would choose them."""
         requests = [ask.request for ask, _ in nodes]
         if self._how is None or self._how[0] != requests:
-            params = [unscored(ask.params) for ask, _ in nodes]
-            self._how = requests, RowParams.of(params, [len(each.spec.prompt) for each in requests])
+            prompt_lens = [len(each.spec.prompt) for each in requests]
+            how = RowParams.of([ask.params for ask, _ in nodes], prompt_lens)
+            self._how = requests, replace(how, logprob_rows=())  # nobody wants those of guesses
         history = {
             row: np.array([*ask.request.tokens, *path], np.int32)
             for row, (ask, path) in enumerate(nodes)
@@ -372,7 +377,8 @@ class ModelDraft:
     def _chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
         """All tokens of all requests by one launch. A chain ends where the model thinks that it is
         wrong."""
-        out, trees = self._begin(asks, settings(rows, self.vocab_size), self.steps), []
+        how, trees = sampler.settings(rows, self.vocab_size), list[DraftTree]()
+        out = self._begin(asks, how, self.steps)
         found = [(ids.tolist(), np.exp(logs.numpy()).tolist()) for ids, logs in out.guesses]
         for i, ask in enumerate(asks):
             chances, chance = self._chances[ask.params.temperature > 0], 1.0
@@ -390,11 +396,10 @@ class ModelDraft:
 
     def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
         """All tokens of all requests by one launch, without a look at one."""
-        deepest = max(ask.steps for ask in asks)
-        recorded = range(deepest, self.steps + 1)
-        guesses = next(n for n in recorded if self.steps + n in self.runner.widths)
+        least = self.steps + max(ask.steps for ask in asks)
+        guesses = min(width for width in self.runner.widths if width >= least) - self.steps
         self.runner.shift.zero_()  # early chains of the same requests may have left theirs
-        out = self._begin(asks, settings(rows, self.vocab_size), guesses)
+        out = self._begin(asks, sampler.settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
         requests, slots = [ask.request for ask in asks], len(out.sampled[0])
         self._made = Chains(requests, rows.how, guesses, slots)
@@ -420,8 +425,9 @@ class ModelDraft:
         guessed = runner.sampled[GUESSES : GUESSES + guesses * made.slots].view(guesses, -1)
         runner.shift[:n] = (known == guessed[:, :n].T).long().cumprod(1).sum(1)
         positions = np.array([len(request.tokens) for request in requests], np.int64)
-        how = settings(RowBatch(made.how, positions, {}), self.vocab_size)
-        shape = replace(uniform(n, rows), emit=ints(np.arange(n) * rows))
+        how = sampler.settings(RowBatch(made.how, positions, {}), self.vocab_size)
+        shape = shape_of((rows,) * n)
+        shape = replace(shape, emit=shape.q_indptr[:-1])
         plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
         out = runner.run(plan, ints(-1 - nodes), kind, how, chain=chain)
         assert out.sampled is not None, "settings were given"
@@ -450,20 +456,21 @@ class ModelDraft:
         logits = self.model.logits(out.emitted)
         if self.top_k > 1:
             return best(logits, rows, self.top_k, self.eos_ids)
-        ids = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids.tolist()
-        return [[-np.inf if token == NO_TOKEN else 0.0] for token in ids], [
-            [token] for token in ids
-        ]
+        chosen = sampler.sample(self.runner.ops, logits, rows, self.eos_ids)
+        ids = chosen.token_ids.tolist()
+        none = {NO_TOKEN: -math.inf}
+        return [[none.get(token, 0.0)] for token in ids], [[token] for token in ids]
 
     def _further(self, beams: Sequence[Beam]) -> StepPlan:
         """The next step, of a level. Chains lie in the pages."""
         tables, kind = [beam.table for beam in beams], self.model.kind
         lens = [table.draft_len for table in tables]
-        if self.top_k == 1:
-            begins = [n + len(beam.level[0]) - 1 for n, beam in zip(lens, beams, strict=True)]
-            return self._plan(kind, tables, begins, uniform(len(beams), 1))
-        shape = shape_of([len(b.level) for b in beams], [b.parents for b in beams])
-        return self._plan(kind, tables, lens, shape)
+        counts = tuple([len(beam.level) for beam in beams])
+        if self.top_k > 1:
+            shape = shape_of(counts, tuple([beam.parents for beam in beams]))
+            return self._plan(kind, tables, lens, shape)
+        begins = [n + len(beam.level[0]) - 1 for n, beam in zip(lens, beams, strict=True)]
+        return self._plan(kind, tables, begins, shape_of(counts))
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
         """What the next rows read: what these rows, of those that were emitted, left."""
@@ -478,26 +485,12 @@ def table_of(request: Request) -> PageTable:
     return request.table
 
 
-def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...]] = ()) -> BatchShape:
+@lru_cache(maxsize=256)
+def shape_of(counts: tuple[int, ...], trees: tuple[tuple[int, ...], ...] = ()) -> BatchShape:
     """Of requests with so many rows: the last one is emitted, or all of a tree."""
-    if not trees and min(counts) == max(counts):
-        return uniform(len(counts), counts[0])
     emits = [tuple(range(n)) if trees else None for n in counts]
     nothing = [0] * len(counts)
     return BatchShape.of(counts, emits, trees or [None] * len(counts), nothing, nothing)
-
-
-@lru_cache(maxsize=256)
-def uniform(requests: int, width: int) -> BatchShape:
-    """Of so many requests with as many rows each."""
-    each, nothing = [None] * requests, [0] * requests
-    return BatchShape.of([width] * requests, each, each, nothing, nothing)
-
-
-@lru_cache(maxsize=1024)
-def unscored(params: SamplingParams) -> SamplingParams:
-    """The same, without log-probabilities: nobody wants those of guesses."""
-    return replace(params, logprobs=None)
 
 
 def best(
@@ -505,14 +498,14 @@ def best(
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
     draft and with the row's own noise."""
-    scores = apply_penalties(logits.float(), batch, eos_ids)
+    scores = sampler.apply_penalties(logits.float(), batch, eos_ids)
     scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
     heated = [r for r, params in enumerate(batch.how.params) if params.temperature > 0]
     if heated:
         device, hot = scores.device, [batch.row(r) for r in heated]
         heat = torch.tensor([row.params.temperature for row in hot], device=device)
         keys = [counter(r.params.seed or 0, r.params.sample_index, r.position) for r in hot]
-        drawn = noise_of(torch.tensor(keys, device=device), ids[heated])
+        drawn = sampler.noise_of(torch.tensor(keys, device=device), ids[heated])
         scores[heated] = scores[heated] / heat[:, None] + drawn
     top = torch.log_softmax(scores, -1).topk(min(k, scores.shape[1]))
     return top.values.tolist(), ids.gather(1, top.indices).tolist()
