@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class StepOutput(NamedTuple):
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
     sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
     behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
-    # of a chain whose later steps have plans: [S] tokens and their log-probabilities, of each guess
+    # of a chain whose later rows have a plan: [S] tokens and their log-probabilities, of each guess
     guesses: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def only(self, real: Real) -> StepOutput:
@@ -80,12 +80,13 @@ class BoundRows(NamedTuple):
 
 class Chain(NamedTuple):
     """What a launch guesses behind the tokens that it samples: `guesses` of them in all, the later
-    ones by steps of a kind. Their plans are of one row each; without any, which all requests with
-    as many rows each may have, all rows are computed again for each."""
+    ones by steps of a kind. `plan` is of one row of each request, the first behind these, which
+    goes on from step to step (`Backend.advance`); without one, which all requests with as many rows
+    each may have, all rows are computed again for each guess."""
 
     kind: StepKind
     guesses: int
-    plans: tuple[StepPlan, ...] = ()
+    plan: StepPlan | None = None
 
 
 class Part(NamedTuple):
@@ -186,17 +187,19 @@ class Runner:
         if self.studio and any(plan.bucket.moves):
             pools = [self.pools[g] for g in kind.groups]
             plan = without_moves(plan, pools, self.ops.device)
-        later = [(each, (), chain.kind) for each in chain.plans] if chain else []
-        parts, image = self._load([(plan, ids, kind), *later], how, wider)
-        first, *later_parts = parts
+        steps: list[tuple[StepPlan, Ids, StepKind]] = [(plan, ids, kind)]
+        if chain and chain.plan:
+            steps.append((chain.plan, (), chain.kind))
+        parts, image = self._load(steps, how, wider)
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
-            rows, settings = self._bound(first, image)
-            if settings is None or chain is None or not (later_parts or len(self.sampled)):
+            rows, settings = self._bound(parts[0], image)
+            if settings is None or chain is None or not (chain.plan or len(self.sampled)):
                 return self._computed(kind, rows, settings)
-            if later_parts:
-                return self._followed(self._computed(kind, rows, settings), later_parts, image)
+            if chain.plan:
+                first = self._computed(kind, rows, settings)
+                return self._followed(first, parts[1], image, chain.guesses)
             rows, settings = self._shifted(rows, settings)
             output = self._computed(kind, rows, settings)
             self._guess(chain, output, rows, settings)
@@ -214,7 +217,7 @@ class Runner:
             addresses=(image.data_ptr(), *sum(buffers, ())),
             threads=() if self.studio else (*setting(), torch.is_inference_mode_enabled()),
             cuts=how.cuts if how else None,
-            chain=chain and chain._replace(plans=()),
+            chain=chain and chain._replace(plan=None),
         )
         return self._recorded(signature, launch).only(plan.real)
 
@@ -276,22 +279,24 @@ class Runner:
         logits = kind.model.logits(output.emitted)
         return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *how))
 
-    def _followed(self, first: StepOutput, later: Sequence[Part], image: Tensor) -> StepOutput:
-        """What a step has sampled, and what is guessed behind it by further steps: each reads the
-        token, and the state, of the one before."""
-        output, guesses = first, list[tuple[Tensor, Tensor]]()
-        for part in (None, *later):
-            if part is not None:
-                tokens, _ = guesses[-1]
-                rows, how = self._bound(part, image)
-                rows.ids.copy_(tokens).clamp_(min=0)
-                model: Any = part.kind.model
+    def _followed(self, first: StepOutput, part: Part, image: Tensor, count: int) -> StepOutput:
+        """What a step has sampled, and what is guessed behind it by further steps, `count` in all:
+        each reads the token, and the state, of the one before."""
+        output, guesses, model = first, list[tuple[Tensor, Tensor]](), cast(Any, part.kind.model)
+        (rows, how), n = self._bound(part, image), part.layout.bucket.requests
+        assert how is not None, "settings were given"
+        counters = how.ints[:, 1:]
+        for nth in range(count):
+            if nth > 1:
+                rows.step.advance(counters)
+            if nth:
+                rows.ids.copy_(guesses[-1][0][:n]).clamp_(min=0)
                 if output.behind is not None:
-                    model.hidden[: len(tokens)].copy_(output.behind)
+                    model.hidden[:n].copy_(output.behind[:n])
                 output = self._computed(part.kind, rows, how)
             assert output.logits is not None and output.sampled is not None, "settings were given"
-            chosen, _ = output.sampled
-            guesses.append((chosen, self.ops.compute_logprobs(output.logits, chosen, 0)[0]))
+            tokens, _ = output.sampled
+            guesses.append((tokens, self.ops.compute_logprobs(output.logits, tokens, 0)[0]))
         return first._replace(guesses=tuple(guesses))
 
     def _shifted(self, rows: BoundRows, how: Settings) -> tuple[BoundRows, Settings]:
@@ -483,8 +488,9 @@ def resolved(ids: Tensor, sampled: Tensor) -> Tensor:
 def write_settings(room: Ints, settings: Settings, later: int = 0) -> None:
     """Into the arena, behind a step's image, of so many positions later; rows that pad it are
     greedy ones."""
-    room[:] = 0
     at, count = 2 * FLOATS * (len(room) // SETTING), len(settings.floats)
+    if len(room) > SETTING * count:
+        room[:] = 0
     room[:at].view(np.float64).reshape(-1, FLOATS)[:count] = settings.floats.numpy()
     ints = room[at:].view(np.int64).reshape(-1, INTS)[:count]
     ints[:] = settings.ints.numpy()

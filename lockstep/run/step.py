@@ -73,7 +73,9 @@ class Step:
     stores: tuple[kv.KvWriter | kv.UncachedKv, ...]
     handles: tuple[Any, ...]
     layer_map: "Sequence[GroupLayer]"
+    views: Sequence[PlanArrays]
     attend_keys: Callable[..., tuple[Tensor, Tensor]]  # the backend's `attend`, as an operation
+    move_on: Callable[..., None]  # the same of `advance`
 
     def relocate(self) -> None:
         """Carries out the plan's moves: once, before the first layer writes."""
@@ -88,6 +90,12 @@ class Step:
         handle = self.handles[at.group]
         out, _ = self.attend_keys(q, store.keys(at.layer, k, v), handle, spec)
         return out
+
+    def advance(self, counters: Tensor | None) -> None:
+        """The step becomes the one behind it."""
+        for handle, own in zip(self.handles, self.views, strict=True):
+            self.move_on(handle, own, counters)
+            counters = None
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes keys that no row of this step attends to: an encoder's, for cross attention."""
@@ -133,5 +141,7 @@ def bind(
         stores=tuple([kv.view(spec, pool, own) for spec, pool, own in groups]),
         handles=handles_of(layout, views, variants, backend),
         layer_map=layer_map,
+        views=views,
         attend_keys=operation(backend.attend),
+        move_on=operation(backend.advance),
     )

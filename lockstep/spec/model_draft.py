@@ -224,24 +224,27 @@ class ModelDraft:
         pages = [table.views(kind.groups) for table in tables]
         return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
 
-    def _plans(
+    def _whole(
         self,
         kind: StepKind,
         tables: list[PageTable],
         lens: Sequence[int],
         shape: BatchShape,
         later: int,
-    ) -> list[StepPlan]:
-        """The same and, of the steps behind it, `later` ones of one row each, all of them checked;
-        from one plan, if its requests have as many rows each."""
-        n, each = len(tables), shape_of((1,) * len(tables))
-        if later and shape.width:
-            every = self._plan(kind, tables, lens, shape_of((shape.width + later,) * n))
-            self.runner.check(every, kind)
-            return list(cut(every, [shape, *[each] * later]))
-        plan, ends = self._plan(kind, tables, lens, shape), [table.draft_len for table in tables]
-        self.runner.check(plan, kind)
-        return [plan, *self._plans(kind, tables, ends, each, later - 1)] if later else [plan]
+    ) -> tuple[StepPlan, StepPlan]:
+        """The same, and the first of `later` rows behind them, all of them checked; from one plan,
+        if all requests have as many."""
+        one, ends = shape_of((1,) * len(tables)), [table.draft_len for table in tables]
+        begins, parts = lens, [shape, one]
+        if not shape.width:
+            begins, parts = ends, [one]
+            plan = self._plan(kind, tables, lens, shape)
+            self.runner.check(plan, kind)
+        every = shape_of((later + shape.width,) * len(tables))
+        rows = self._plan(kind, tables, begins, every)
+        self.runner.check(rows, kind)
+        *first, single = cut(rows, parts)
+        return first[0] if first else plan, single
 
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Of each of some steps' states one row, in memory of its own."""
@@ -293,10 +296,13 @@ class ModelDraft:
         shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
             shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))
-        later = guesses - 1 if guesses and not width else 0
-        plan, *plans = self._plans(kind, tables, lens, shape, later)
-        chain = Chain(self.model.kind, guesses, tuple(plans)) if guesses else None
-        out = self.runner.run(plan, ids, kind, how, chain=chain, checked=True)
+        single, whole = None, bool(guesses) and not width
+        if whole:
+            plan, single = self._whole(kind, tables, lens, shape, guesses - 1)
+        else:
+            plan = self._plan(kind, tables, lens, shape)
+        chain = Chain(self.model.kind, guesses, single) if guesses else None
+        out = self.runner.run(plan, ids, kind, how, chain=chain, checked=whole)
         for table in tables:
             table.moved(kind.groups)
         return out
@@ -350,9 +356,10 @@ class ModelDraft:
         that need no more than the sampler come from one launch."""
         rows = self._rows([(ask, ()) for ask in asks])
         if self.top_k == 1 and rows.how.plain:
-            if self.runner.even and len(self.runner.sampled):
+            deep, runner = min([ask.steps for ask in asks]) == self.steps > 1, self.runner
+            if runner.even and len(runner.sampled):
                 return self._late_chains(asks, rows)
-            if 1 < self.steps == min([ask.steps for ask in asks]) and not self.runner.even:
+            if runner.backend.caps.chains and deep and not runner.even:
                 return self._chains(asks, rows)
         beams = live = [Beam(ask, self.top_k) for ask in asks]
         out = self._begin(asks)

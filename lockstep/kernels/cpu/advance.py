@@ -1,0 +1,42 @@
+"""A step with one row of each request, one position further, in its image: what its rows see, where
+their keys go, and how they are sampled. Called by the CPU backend, in launches that guess on."""
+
+from functools import cache
+from typing import Any
+
+from lockstep.kernels.cpu import threads
+from lockstep.kernels.cpu.threads import ENTRIES, int32_at, int64_at
+from lockstep.plan.address import paged
+
+COST_NS = 100
+
+
+def advance(rows: int, page_size: int, window: int, addresses: tuple[int, ...]) -> None:
+    """One group. `window` is 0 for none; the addresses are those that `unit` reads, 0 where another
+    group's call has moved them on."""
+    threads.Call(compiled(), (rows, page_size, window, *addresses), 1, 1, COST_NS).run()
+
+
+def unit(at: Any, nth: Any, worker: Any) -> None:
+    """All of it: the entries are `advance`'s."""
+    record = int64_at(at + ENTRIES)
+    rows, page_size, window = record[0], record[1], record[2]
+    positions, kv_lens, slots = int32_at(record[3]), int32_at(record[4]), int32_at(record[5])
+    lo, hi, page_ids = int32_at(record[6]), int32_at(record[7]), int32_at(record[8])
+    page_indptr, first_pos = int32_at(record[9]), int32_at(record[10])
+    start, settings, stride = int32_at(record[11]), int64_at(record[12]), record[13]
+    for i in range(rows):
+        if record[11] != 0:
+            positions[i] += 1
+            start[i] += 1
+            settings[i * stride] += 1
+        kv_lens[i] = hi[i] = positions[i] + 1
+        lo[i] = max(positions[i] + 1 - window, 0) if window > 0 else 0
+        slots[i] = paged(page_ids, page_indptr, first_pos, page_size, i, positions[i])
+
+
+@cache
+def compiled() -> Any:
+    """The kernel of this machine."""
+    names = {**globals(), "paged": threads.jitted(paged, {}, inlined=True)}
+    return threads.kernel("advancing", threads.jitted(unit, names))
