@@ -38,5 +38,5 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
 @cache
 def compiled() -> Any:
     """The kernel of this machine."""
-    names = {**globals(), "paged": threads.jitted(paged, {}, inlined=True)}
-    return threads.kernel("advancing", threads.jitted(unit, names))
+    names = threads.linked(globals(), {}, ("paged",))
+    return threads.kernel("advancing", names["unit"])
