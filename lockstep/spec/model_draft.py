@@ -247,8 +247,12 @@ class ModelDraft:
         return first[0] if first else plan, single
 
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Of each of some steps' states one row, in memory of its own."""
+        """Of each of some steps' states one row; in memory of its own, unless they are of one step
+        and follow one another."""
         steps = list({id(each): each for each in states}.values())
+        first, end = rows[0], rows[0] + len(rows)
+        if len(steps) == 1 and list(rows) == list(range(first, end)):
+            return steps[0][first:end]
         begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
         every = torch.cat(steps) if len(steps) > 1 else steps[0]
         at = [begins[id(each)] + row for each, row in zip(states, rows, strict=True)]
