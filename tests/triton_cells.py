@@ -460,10 +460,10 @@ def main() -> None:
         triton_interpret.install()
         order.attention_order = lambda *sizes: SMALL
         launch.few = lambda spec, tree=False: Tuning(
-            rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1
+            rows=16, warps=1, stages=1, parts=True, fold_rows=16
         )
         launch.some = lambda spec, tree=False: Tuning(
-            rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1
+            rows=64, warps=1, stages=1, parts=True, fold_rows=64
         )
         launch.many = lambda spec, tree=False: Tuning(rows=128, warps=1, stages=1, parts=False)
     report = {}

@@ -125,7 +125,7 @@ class Backend:
         arguments |= zip(names, map(torch.as_tensor, image), strict=True)
         part_rows = max((one.part_rows for one in variant), default=0) * spec.kv_heads
         counters = max((one.counters for one in variant), default=0) * spec.kv_heads
-        arguments |= launch.scratch(part_rows, counters, arguments["D_V"], derived.device)
+        arguments |= launch.scratch(part_rows, counters, arguments["DV"], derived.device)
         layers = dict.fromkeys(spec.layers)
         return Handle(
             spec,

@@ -147,7 +147,7 @@ def attend_kernel(
     count0, len0, len1, q_row8, q_head8, k_row8, k_head8, v_row8, v_head8,
     D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr,
     LATENT: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, FOLD_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One item and kv head per program; strides come in units of 8 elements."""
     call = softmax.Call(
@@ -173,7 +173,7 @@ def attend_kernel(
     if PART:
         m, l, a = attend_split(b, it.split, S)
         fresh = nothing(FOLD_ROWS, DV)
-        softmax.arrive(call, it, m, l, a, r, tl.load(it.row + 9), fresh, D_V, FOLD_DEPTH)
+        softmax.arrive(call, it, m, l, a, r, tl.load(it.row + 9), fresh, D_V, 4)
     else:
         M, L, A = nothing(ROWS, DV)
         for s in range(it.split, it.split_end):

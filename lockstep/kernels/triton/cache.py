@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.triton.gemm import require
-from lockstep.kernels.triton.launch import power_of_2
 from lockstep.kernels.triton.rowwise import width
 from lockstep.kv.pool import widened
+from lockstep.plan.build import power
 
 MOVES = 4096  # rows that one program holds in registers between gather and scatter
 HELD_WORDS = 16384  # 4-byte words of them per program
@@ -88,7 +88,7 @@ def move(storages: Sequence[Tensor], moves: Tensor) -> None:
     require(count <= MOVES, f"a step relocates at most {MOVES} rows of a group", moves)
     row_words = tuple(s.stride(0) * s.element_size() // 4 for s in storages)
     bases = on_device(tuple(s.data_ptr() for s in storages), torch.int64, moves.device)
-    rows = power_of_2(count)
+    rows = power(max(count, 16))
     words = min(64, HELD_WORDS // rows)
     grid = (len(storages), triton.cdiv(max(row_words), words))
     launch = {"ROWS": rows, "WORDS": words, "num_warps": 8, "enable_fp_fusion": False}

@@ -3,6 +3,7 @@ kernel's arguments by name. A shape changes speed, never bits; the figures behin
 `docs/performance.md`. Knows tensors and what rows see, and no plan."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ class Tuning:
     stages: int  # tiles in flight; the warp-specialised kernels count those of head size 128
     parts: bool  # a program per split, folded by the last to arrive
     fold_rows: int = 4
-    fold_depth: int = 4
     registers: int | None = None  # at most so many per thread
     # "plain" (attend.py), or a warp-specialised twin: "prefill" (blocks of 128 tokens of one head),
     # "decode" (16 rows), "latent" (64 rows)
@@ -174,30 +174,41 @@ def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool
         "heads": spec.heads, "kv_heads": spec.kv_heads, "causal": int(spec.causal),
         "window": spec.window or INT32_MAX, "group": spec.group_size, "page_size": page_size,
         "page_mul": page_mul, "page_shift": page_shift, "PAGE": page_size, "D": d_qk, "D_QK": d_qk,
-        "DA": first, "DB": rest, "D_V": d_v, "DV": power_of_2(d_v), "TILE": order.tile,
+        "DA": first, "DB": rest, "D_V": d_v, "DV": power(max(d_v, 16)), "TILE": order.tile,
         "LATENT": latent, "TREE": tree,
     }  # fmt: skip
 
 
-def scratch(part_rows: int, counters: int, d_v: int, device: torch.device) -> Arguments:
-    """Room for `part_rows` rows of parts and, for a latent cache, the state of every program.
-    Counters are zero before and after every launch."""
+def scratch(part_rows: int, counters: int, width: int, device: torch.device) -> Arguments:
+    """Room for `part_rows` rows of parts, `width` values each, and, for a latent cache, the state
+    of every program. Counters are zero before and after every launch."""
     rows, states = max(part_rows, 1), 0
-    if d_v > 256:
+    if width > 256:
         states = 64 * multiprocessors(device)
     return {
         "part_ml": torch.empty(rows * 2, dtype=torch.float32, device=device),
-        "part_acc": torch.empty(rows * power_of_2(d_v), dtype=torch.float32, device=device),
-        "states": torch.empty(states * d_v, dtype=torch.float32, device=device),
+        "part_acc": torch.empty(rows * width, dtype=torch.float32, device=device),
+        "states": torch.empty(states * width, dtype=torch.float32, device=device),
         "counters": torch.zeros(max(counters, 1), dtype=torch.int32, device=device),
     }
 
 
 def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
-    """One launch over the items of `table`. A kernel takes what it has names for."""
-    kernels = {"plain": plain, "prefill": prefill, "decode": decode, "latent": latent}
-    kernel, programs, own = kernels[tuning.kernel](known, len(table), tuning)
-    known = {**known, **strides(known), **own, "items": table}
+    """One launch over the items of `table`. A kernel takes what it has names for: one that takes
+    `work` walks it with a program per multiprocessor, others have a program for each of it."""
+    kernel, programs = kernels()[tuning.kernel], len(table) * known["kv_heads"]
+    known = {**known, **strides(known), "items": table}
+    known |= {"PART": tuning.parts, "ROWS": tuning.rows, "FOLD_ROWS": tuning.fold_rows}
+    known["STAGES"] = tuning.stages * 128 // known["D"]
+    if tuning.kernel == "prefill":
+        programs = len(table) * known["heads"]
+        known["q_desc"] = boxes(known["q"].contiguous(), 64, known["D"])
+    for name in ("k", "v"):
+        if name + "_desc" in kernel.arg_names:
+            known[name + "_desc"] = boxes(known[name], known["PAGE"], 64)
+    if "work" in kernel.arg_names:
+        known["work"] = programs
+        programs = min(multiprocessors(table.device), programs)
     kernel[(programs,)](
         *(known[name] for name in kernel.arg_names),
         num_warps=tuning.warps,
@@ -205,6 +216,19 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
         maxnreg=tuning.registers,
         enable_fp_fusion=False,
     )
+
+
+@cache
+def kernels() -> dict[str, Any]:
+    """By the name that a tuning has for them."""
+    from lockstep.kernels.triton import attend, hopper_decode, hopper_latent, hopper_prefill
+
+    return {
+        "plain": attend.attend_kernel,
+        "prefill": hopper_prefill.prefill_kernel,
+        "decode": hopper_decode.decode_kernel,
+        "latent": hopper_latent.latent_kernel,
+    }
 
 
 def strides(known: Arguments) -> Arguments:
@@ -219,48 +243,6 @@ def strides(known: Arguments) -> Arguments:
     return found
 
 
-Kernel = tuple[Any, int, Arguments]  # itself, how many programs, arguments of its own
-
-
-def plain(known: Arguments, items: int, tuning: Tuning) -> Kernel:
-    """Any number of rows, any feature."""
-    from lockstep.kernels.triton.attend import attend_kernel
-
-    own = {"PART": tuning.parts, "ROWS": tuning.rows}
-    own |= {"FOLD_ROWS": tuning.fold_rows, "FOLD_DEPTH": tuning.fold_depth}
-    return attend_kernel, items * known["kv_heads"], own
-
-
-def prefill(known: Arguments, items: int, tuning: Tuning) -> Kernel:
-    """Blocks of 128 tokens of one head: a program per multiprocessor walks them."""
-    from lockstep.kernels.triton.hopper_prefill import prefill_kernel
-
-    q, work = known["q"].contiguous(), items * known["heads"]
-    own = rings(known, tuning) | {"q_desc": boxes(q, 64, known["D"]), "work": work}
-    return prefill_kernel, min(multiprocessors(q.device), work), own
-
-
-def decode(known: Arguments, items: int, tuning: Tuning) -> Kernel:
-    """Blocks of at most 16 rows, or parts of them."""
-    from lockstep.kernels.triton.hopper_decode import decode_kernel
-
-    return decode_kernel, items * known["kv_heads"], rings(known, tuning)
-
-
-def latent(known: Arguments, items: int, tuning: Tuning) -> Kernel:
-    """Blocks of at most 64 rows over a latent cache: a program per multiprocessor walks them."""
-    from lockstep.kernels.triton.hopper_latent import latent_kernel
-
-    own = {"k_desc": boxes(known["k"], known["PAGE"], 64), "work": items}
-    return latent_kernel, min(multiprocessors(known["q"].device), items), own
-
-
-def rings(known: Arguments, tuning: Tuning) -> Arguments:
-    """How keys and values are fetched, and how many tiles at a time."""
-    k, v = (boxes(known[name], known["PAGE"], 64) for name in ("k", "v"))
-    return {"k_desc": k, "v_desc": v, "STAGES": tuning.stages * 128 // known["D"]}
-
-
 def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
     """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -270,18 +252,13 @@ def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], WIDE.value)
 
 
-def power_of_2(n: int) -> int:
-    """The power of two at or above n, at least 16."""
-    return max(16, power(n))
-
-
 def pieces(d_qk: int) -> tuple[int, int]:
     """A head size as one or two powers of two, walked one after the other: 128 = 128 + 0, 192 = 128
     + 64, 576 = 512 + 64."""
     first = max(16, 1 << (d_qk.bit_length() - 1))
     if d_qk <= first:
         return first, 0
-    return first, power_of_2(d_qk - first)
+    return first, power(max(d_qk - first, 16))
 
 
 def divider(page_size: int) -> tuple[int, int]:
