@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -97,8 +97,7 @@ def variants() -> dict[str, str]:
     """Of all binaries, by name: a kernel and what it is compiled for, as Triton's `preload` takes
     it."""
     found: dict[str, str] = {}
-    launches = (*attentions(), *writers(), *gemms(), *rows(), *experts(), *samplers())
-    for label, function, *arguments in launches:
+    for label, function, *arguments in (*attentions(), *gemms(), *rows(), *experts()):
         with offline(partial(hear, found, label)):
             function(*arguments)
     return found
@@ -158,15 +157,6 @@ def attentions() -> Iterator[Launch]:
     yield from (attend(latent, launch.LATENT, page=page) for page in (16, 32, 64))
 
 
-def writers() -> Iterator[Launch]:
-    """Of the cache: 8 heads of 128, or a latent row; and its mover."""
-    for kv, (kv_heads, d) in product(("bfloat16", "float8_e4m3"), ((8, 128), (1, 576))):
-        storage = half(ROWS, kv_heads, d, dtype=getattr(torch, KV_FORMATS[kv].torch_name))
-        yield f"{kv_heads}x{d} {kv}", cache.write, storage, ints(ROWS), half(storage.shape), 1.0
-    for count in (16, 256, 4096):
-        yield f"{count} rows", cache.move, [half(ROWS, 8, 128)], ints(count, 2)
-
-
 def gemms() -> Iterator[Launch]:
     """Every tile that the table names for the shapes, and a latent head's batched GEMM."""
     for n, k in GEMMS:
@@ -180,7 +170,8 @@ def gemms() -> Iterator[Launch]:
 
 
 def rows() -> Iterator[Launch]:
-    """Norms, rotations, gates, biases."""
+    """Norms, rotations, gates, biases; the sampler; the cache's writers and its mover: 8 heads of
+    128, or a latent row."""
     for n in (4096, 2880):
         x, weight = half(ROWS, n), floats(n)
         yield f"{n}", rowwise.rms_norm, x, weight, 1e-6
@@ -196,6 +187,14 @@ def rows() -> Iterator[Launch]:
         yield act, rowwise.act_and_mul, half(ROWS, 24576), act
     yield "clamped", rowwise.clamped_swiglu, half(ROWS, 24576), 1.702, 7.0
     yield "bias", rowwise.add_bias, x, half(6144)
+    logits, numbers = half(ROWS, 151936), floats(ROWS, 3, dtype=torch.float64)
+    yield "sample", sample.sample_tokens, logits, numbers, longs(ROWS, 5), True
+    yield "logprobs", sample.compute_logprobs, floats(ROWS, 151936), longs(ROWS), 5
+    for kv, (kv_heads, d) in product(("bfloat16", "float8_e4m3"), ((8, 128), (1, 576))):
+        storage = half(ROWS, kv_heads, d, dtype=getattr(torch, KV_FORMATS[kv].torch_name))
+        yield f"{kv_heads}x{d} {kv}", cache.write, storage, ints(ROWS), half(storage.shape), 1.0
+    for count in (16, 256, 4096):
+        yield f"{count} rows", cache.move, [half(ROWS, 8, 128)], ints(count, 2)
 
 
 def experts() -> Iterator[Launch]:
@@ -213,30 +212,17 @@ def experts() -> Iterator[Launch]:
     yield "8", moe.combine, half(8 * ROWS, 2048), routes
 
 
-def samplers() -> Iterator[Launch]:
-    """The sampler and log-probabilities."""
-    logits, numbers = half(ROWS, 151936), floats(ROWS, 3, dtype=torch.float64)
-    yield "sample", sample.sample_tokens, logits, numbers, longs(ROWS, 5), True
-    yield "logprobs", sample.compute_logprobs, floats(ROWS, 151936), longs(ROWS), 5
-
-
 # ---- what it costs ----
 
 
-def fault(report: dict[str, Any]) -> str:
+def fault(name: str, costs: dict[str, int]) -> str:
     """What is wrong with a variant, or nothing."""
-    name = report["name"]
     known = next((count for begin, count in KNOWN_SPILLS.items() if name.startswith(begin)), 0)
-    if report["loop_spills"] > known:
-        return f"{report['loop_spills']} accesses to spilled registers in a hot loop"
-    if report["shared_bytes"] > SHARED_LIMIT:
-        return f"{report['shared_bytes']} bytes of shared memory; at most {SHARED_LIMIT}"
+    if costs["loop_spills"] > known:
+        return f"{costs['loop_spills']} accesses to spilled registers in a hot loop"
+    if costs["shared_bytes"] > SHARED_LIMIT:
+        return f"{costs['shared_bytes']} bytes of shared memory; at most {SHARED_LIMIT}"
     return ""
-
-
-def measure(name: str, variant: str) -> dict[str, Any]:
-    """What a variant costs."""
-    return {"name": name} | inspect(build(variant))
 
 
 def build(variant: str) -> Any:
@@ -246,10 +232,10 @@ def build(variant: str) -> Any:
         return getattr(importlib.import_module(module), name).preload(variant)
 
 
-def inspect(kernel: Any) -> dict[str, Any]:
+def inspect(variant: str) -> dict[str, int]:
     """Registers, stack, accesses to local memory inside loops that multiply matrices, shared memory
-    and matrix instructions of a compiled kernel."""
-    tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    and matrix instructions of a variant, compiled."""
+    kernel, tool = build(variant), Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -301,15 +287,15 @@ def run(args: Any) -> int:
         say = partial(say, file=sys.stderr)
     about = f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}"
     say(f"{about}, {args.jobs} processes")
-    say(f"{'variant':<40}", " ".join(f"{title:>12}" for title in TITLES))
-    reports, begin = [], time.perf_counter()
+    say(f"{'variant':<40}", *(f"{title:>12}" for title in TITLES))
+    reports, faults, begin = [], 0, time.perf_counter()
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(measure, *item) for item in chosen.items()]):
-            reports.append(done.result())
-            cells = " ".join(f"{reports[-1][title]:>12}" for title in TITLES)
-            say(f"{reports[-1]['name']:<40} {cells} {fault(reports[-1])}".rstrip())
-    faults, took = sum(map(bool, map(fault, reports))), time.perf_counter() - begin
-    say(f"{len(reports)} variants in {took:.0f} s, {faults} with a fault")
+        for name, costs in zip(chosen, pool.map(inspect, chosen.values()), strict=True):
+            wrong = fault(name, costs)
+            say(f"{name:<40}", *(f"{costs[title]:>12}" for title in TITLES), wrong)
+            reports.append({"name": name, **costs})
+            faults += wrong != ""
+    say(f"{len(reports)} variants in {time.perf_counter() - begin:.0f} s, {faults} with a fault")
     if args.json:
         outfile.write(args.json, json.dumps(reports, indent=1))
     return min(faults, 1)
