@@ -229,8 +229,7 @@ def test_more_rows_than_the_grid_has_are_multiplied_in_turns(
 
     monkeypatch.setattr(gemm_choice, "GRID", (1, 4))
     monkeypatch.setattr(gemm_choice, "placed_alike", lambda *tensors: True)
-    tile = gemm_choice.REFERENCE
-    choices = {n: gemm_choice.GemmChoice(tile, "library", "", library) for n in (1, 4)}
+    choices = dict.fromkeys((1, 4), library)
     x, w, y = torch.randn(9, 8), torch.randn(3, 8), torch.full((9, 3), torch.nan)
     assert gemm_choice.multiply(choices, x, w, y) is y
     assert calls == [4, 4, 1] and torch.allclose(y, x @ w.t(), atol=1e-5)

@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kernels.cuda import ops
-from lockstep.kernels.triton.gemm_choice import REFERENCE, GemmChoice
+from lockstep.kernels.triton.gemm_choice import Call, torch_gemm
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.models import loader
 from lockstep.run.runner import Runner
@@ -209,15 +208,11 @@ def step(
     }
 
 
-class FreeGemm(dict[int, GemmChoice]):
-    """Torch's call for any number of rows."""
+class FreeGemm(dict[int, Call]):
+    """Torch's call for any number of rows, in whatever order."""
 
-    def get(self, rows: int, default: Any = None) -> GemmChoice:
-        return GemmChoice(REFERENCE, "cublas", "in whatever order", library=multiply)
-
-
-def multiply(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return torch.mm(x, w.T, out=y)
+    def get(self, rows: int, default: Any = None) -> Call:
+        return torch_gemm
 
 
 def load_free(config: EngineConfig) -> Parts:

@@ -41,6 +41,7 @@ from lockstep.kernels.triton.gemm_choice import (
     CublasLt,
     choose,
     differing,
+    library_for,
     multiply,
     tile_for,
     torch_gemm,
@@ -245,7 +246,7 @@ def cell(calls: dict, x_all, weights, want, m: int) -> dict:
     found = {"m": m, "elements": m * n, "floor_us": floor, "differ": differ, "us": us}
     if "chosen" in calls:
         (choices,) = calls["chosen"].args
-        found["chosen"] = choices[m].name
+        found["chosen"] = library_for(n, k, m) if m in choices else tile_for(n, k, m).name
     fastest = sorted(us.items(), key=lambda item: item[1])[:5]
     short = " ".join(f"{name} {t:.2f}" for name, t in fastest)
     name, ratio = taken(found)
@@ -269,8 +270,6 @@ def measure_shape(blas, n: int, k: int, grid, limit: float, is_chosen: bool) -> 
     found = {"n": n, "k": k, "copies": copies, "error": error, "nan": int(want.isnan().sum())}
     print(found, flush=True)
     chosen = choose(w, blas, grid) if is_chosen else None
-    if chosen is not None:
-        found["reasons"] = {m: choice.reason for m, choice in chosen.items()}
     deadline, cells = time.time() + limit, []
     for m in grid:
         if time.time() < deadline:

@@ -9,8 +9,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +36,20 @@ PROPOSALS = 6  # that are asked for
 ROOM = 32 << 20  # bytes that a call may work in
 
 
-@dataclass(frozen=True, eq=False)
-class GemmChoice:
-    """What runs for one number of rows, and why. `library` is None where our tile runs."""
-
-    tile: Tile
-    name: str
-    reason: str
-    library: Call | None = None
-
-
-Choices = dict[int, GemmChoice]  # of one weight shape, by rows
+Choices = dict[int, Call]  # of one weight shape: the library's, for the rows that it computes
 
 
 def multiply(choices: Choices, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """y [rows, N] = x [rows, K] · w [N, K] transposed. Rows that are no value of the grid are
+    """y [rows, N] = x [rows, K] · w [N, K] transposed. Rows that the library is not chosen for are
     computed by our tile, whose bits are those of any other; more than the grid's most in turns."""
     if len(x) > GRID[-1]:
         for i in range(0, len(x), GRID[-1]):
             multiply(choices, x[i : i + GRID[-1]], w, y[i : i + GRID[-1]])
         return y
-    choice, (n, k) = choices.get(len(x)), w.shape
-    if choice is None:
-        return gemm(x, w, y, tile_for(n, k, GRID[bisect_left(GRID, len(x))]))
-    if choice.library is not None and placed_alike(x, w, y):
-        return choice.library(x, w, y)
-    return gemm(x, w, y, choice.tile)
+    call, (n, k) = choices.get(len(x)), w.shape
+    if call is not None and placed_alike(x, w, y):
+        return call(x, w, y)
+    return gemm(x, w, y, tile_for(n, k, GRID[bisect_left(GRID, len(x))]))
 
 
 def placed_alike(*tensors: Tensor) -> bool:
@@ -71,6 +58,7 @@ def placed_alike(*tensors: Tensor) -> bool:
     return all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 
+@cache
 def tile_for(n: int, k: int, rows: int) -> Tile:
     """The table's tile, or the rule's for a shape that was never measured. Speed only: any tile
     gives the same bits."""
@@ -123,11 +111,12 @@ def choose(w: Tensor, library: Library | None, grid: Sequence[int] = GRID) -> Ch
     """Choices for a weight's shape and dtype, by whole outputs on this machine."""
     x = sample_rows(max(grid), w.shape[1], w.dtype, w.device)
     want = whole(partial(gemm, tile=REFERENCE), x, w)
-    return {rows: judged(library, x[:rows], w, want[:rows]) for rows in grid}
+    found = {rows: certified(library, x[:rows], w, want[:rows]) for rows in grid}
+    return {rows: call for rows, call in found.items() if call is not None}
 
 
-def judged(library: Library | None, x: Tensor, w: Tensor, want: Tensor) -> GemmChoice:
-    """The library where it was faster, has a call and all its bits are ours; else our tile."""
+def certified(library: Library | None, x: Tensor, w: Tensor, want: Tensor) -> Call | None:
+    """The library's call where it was faster and all its bits are ours."""
     rows, (n, k) = len(x), w.shape
     tile, name = tile_for(n, k, rows), library_for(n, k, rows)
     wrong = differing(whole(partial(gemm, tile=tile), x, w), want)
@@ -135,15 +124,12 @@ def judged(library: Library | None, x: Tensor, w: Tensor, want: Tensor) -> GemmC
         got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
         remedy = "This device is not of the class sm_90: do not use it"
         raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
-    if name is None:
-        return GemmChoice(tile, tile.name, "ours is faster")
-    call = library and library(name, w, rows)
-    if call is None:
-        return GemmChoice(tile, tile.name, f"the library has no {name}")
-    differ = differing(whole(call, x, w), want)
-    if differ:
-        return GemmChoice(tile, tile.name, f"{name} differs in {differ} of {rows * n} elements")
-    return GemmChoice(tile, name, f"all {rows * n} elements equal ours", call)
+    if library is None or name is None:
+        return None
+    call = library(name, w, rows)
+    if call is None or differing(whole(call, x, w), want):
+        return None
+    return call
 
 
 # ---- cuBLAS ----
