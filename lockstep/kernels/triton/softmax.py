@@ -192,18 +192,6 @@ def write_rows(call, it, M, L, A, r, D_V: tl.constexpr):
 
 
 @triton.jit
-def write_part(call, it, m, l, a, r, first):
-    """One split's state into the scratch, rows [first, first + rows)."""
-    real = it.row_begin + r < it.row_end
-    ml = call.part_ml + 2 * (first + r).to(tl.int64)
-    tl.store(ml, m, mask=real)
-    tl.store(ml + 1, l, mask=real)
-    r = index(a, 0)
-    at = (first + r).to(tl.int64)[:, None] * a.shape[1] + index(a, 1)[None, :]
-    tl.store(call.part_acc + at, a, mask=(it.row_begin + r < it.row_end)[:, None])
-
-
-@triton.jit
 def fold_parts(call, it, part, parts, fresh, D_V: tl.constexpr, DEPTH: tl.constexpr):
     """The parts of a block, folded in ascending order, as many rows at a time as the state `fresh`
     has. DEPTH parts are fetched at a time; one past the end adds nothing."""
@@ -233,7 +221,14 @@ def arrive(call, it, m, l, a, r, parts, fresh, D_V: tl.constexpr, DEPTH: tl.cons
     rows = it.row_end - it.row_begin
     kv_head = tl.program_id(0) % call.kv_heads
     part = tl.load(it.row + 7) * call.kv_heads + kv_head * parts * rows
-    write_part(call, it, m, l, a, r, part + tl.load(it.row + 8) * rows)
+    first = part + tl.load(it.row + 8) * rows
+    real = it.row_begin + r < it.row_end
+    ml = call.part_ml + 2 * (first + r).to(tl.int64)
+    tl.store(ml, m, mask=real)
+    tl.store(ml + 1, l, mask=real)
+    r = index(a, 0)
+    at = (first + r).to(tl.int64)[:, None] * a.shape[1] + index(a, 1)[None, :]
+    tl.store(call.part_acc + at, a, mask=(it.row_begin + r < it.row_end)[:, None])
     tl.debug_barrier()  # every thread's part is written before one of them says so
     counter = call.counters + tl.load(it.row + 10) * call.kv_heads + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
