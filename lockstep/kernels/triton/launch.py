@@ -197,9 +197,14 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
     """One launch over the items of `table`. A kernel takes what it has names for: one that takes
     `work` walks it with a program per multiprocessor, others have a program for each of it."""
     kernel, programs = kernels()[tuning.kernel], len(table) * known["kv_heads"]
-    known = {**known, **strides(known), "items": table}
+    known = known | {"items": table, "STAGES": tuning.stages * 128 // known["D"]}
     known |= {"PART": tuning.parts, "ROWS": tuning.rows, "FOLD_ROWS": tuning.fold_rows}
-    known["STAGES"] = tuning.stages * 128 // known["D"]
+    for name in ("q", "k", "v"):  # in units of 8 elements: 16-byte loads are always aligned
+        row, head, column = known[name].stride()
+        if row % 8 or head % 8 or column != 1:
+            rule = f"{name} has contiguous heads at multiples of 8 elements"
+            raise RuleError(rule, f"strides {(row, head, column)}", "Make it contiguous")
+        known[name + "_row8"], known[name + "_head8"] = row // 8, head // 8
     if tuning.kernel == "prefill":
         programs = len(table) * known["heads"]
         known["q_desc"] = boxes(known["q"].contiguous(), 64, known["D"])
@@ -229,18 +234,6 @@ def kernels() -> dict[str, Any]:
         "decode": hopper_decode.decode_kernel,
         "latent": hopper_latent.latent_kernel,
     }
-
-
-def strides(known: Arguments) -> Arguments:
-    """Of rows and heads in units of 8 elements, as kernels take them."""
-    found: Arguments = {}
-    for name in "qkv":
-        row, head, column = known[name].stride()
-        if row % 8 or head % 8 or column != 1:
-            rule = f"{name} has contiguous heads at multiples of 8 elements"
-            raise RuleError(rule, f"strides {(row, head, column)}", "Make it contiguous")
-        found[name + "_row8"], found[name + "_head8"] = row // 8, head // 8
-    return found
 
 
 def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
