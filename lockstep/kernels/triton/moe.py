@@ -207,9 +207,7 @@ def router(x: Tensor, w: Tensor) -> Tensor:
     """Logits float32 [rows, experts] = x [rows, K] · w [experts, K] float32, transposed."""
     (rows, k), n = x.shape, w.shape[0]
     y = w.new_empty(rows, n)
-    shape = MANY
-    if rows <= 64:
-        shape = FEW  # the same bits
+    shape = FEW if rows <= 64 else MANY  # the same bits
     grid = (triton.cdiv(rows, shape["ROWS"]), triton.cdiv(n, shape["COLUMNS"]))
     operands = (x, w, y, rows, row_stride(x, "x"))
     router_kernel[grid](*operands, N=n, K=k, enable_fp_fusion=False, **shape)

@@ -301,43 +301,39 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     return y
 
 
-def activate(x: Tensor, act: str) -> Tensor:
-    """act(x) of x [rows, n]: an `Activation`."""
-    return launch_map(act, x, x.shape[1])
+def activate(
+    x: Tensor, act: str, gated: bool = False, alpha: float = 0.0, limit: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """act(x) of x [rows, n], or of n gates and n ups: an `Activation`, "cap", "clamped", "bias"."""
+    n = x.shape[1] // 2 if gated else x.shape[1]
+    y = x.new_empty(len(x), n)
+    if x.stride(0) % 8:  # an odd vocabulary, or few experts
+        x = pad(x, (0, -x.shape[1] % 8))
+    map_kernel[(len(x), triton.cdiv(n, COLUMNS))](
+        x, bias, y, row_stride(x, "x"), alpha, limit, N=n, KIND=act, GATED=gated, COLUMNS=COLUMNS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap) of x [rows, n]."""
-    return launch_map("cap", x, x.shape[1], (0.0, cap))
+    return activate(x, "cap", limit=cap)
 
 
 def act_and_mul(x: Tensor, act: str) -> Tensor:
     """act(gate) · up of x [rows, gate then up]."""
-    return launch_map(act, x, x.shape[1] // 2)
+    return activate(x, act, gated=True)
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) · gate · sigmoid(alpha · gate) within the limit of x [rows, gate then up]."""
-    return launch_map("clamped", x, x.shape[1] // 2, (alpha, limit))
+    return activate(x, "clamped", True, alpha, limit)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, n] + bias [n], if any: a second rounding behind the GEMM's, whoever computed it."""
     if bias is None:
         return x
-    return launch_map("bias", x, x.shape[1], bias=bias)
-
-
-def launch_map(
-    kind: str, x: Tensor, n: int, numbers: tuple[float, float] = (0.0, 0.0),
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """[rows, n] of x [rows, n], or of n gates and n ups; numbers are alpha and the limit."""
-    y, gated = x.new_empty(len(x), n), n < x.shape[1]
-    if x.stride(0) % 8:  # an odd vocabulary, or few experts
-        x = pad(x, (0, -x.shape[1] % 8))
-    map_kernel[(len(x), triton.cdiv(n, COLUMNS))](
-        x, bias, y, row_stride(x, "x"), *numbers, N=n, KIND=kind, GATED=gated, COLUMNS=COLUMNS,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return y
+    return activate(x, "bias", bias=bias)
