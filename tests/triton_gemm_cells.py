@@ -341,7 +341,7 @@ def gates() -> str:
     said += near(rowwise.clamped_swiglu(x, 1.702, 7.0), want, one * 64, "clamped")
     x[0, 3] = torch.nan  # of a gate
     for name in (*KINDS, "clamped"):
-        gated = rowwise.launch_map(name, x, x.shape[1] // 2, (1.702, 7.0)).isnan()
+        gated = rowwise.activate(x, name, True, 1.702, 7.0).isnan()
         said += "" if gated[0, 3] and gated.sum() == 1 else f"{name}: NaN {gated.sum()} times; "
     b = draw(5, 2 * 48)
     exact = b[:, :48].double() * torch.sigmoid(b[:, :48].double()) * b[:, 48:].double()

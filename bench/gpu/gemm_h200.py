@@ -224,8 +224,7 @@ def calls_of(blas, w, m: int, chosen) -> dict:
     """What is compared and timed for one cell."""
     if chosen is not None:
         return {"cublas": torch_gemm, "chosen": partial(multiply, chosen)}
-    calls = {"cublas": torch_gemm}
-    calls |= {f"lt{i}": call for i, call in enumerate(blas.proposals(w, m))}
+    calls = {"cublas": torch_gemm} | blas.proposals(w, m)
     return calls | {t.name: partial(gemm, tile=t) for t in tiles(len(w), m)}
 
 

@@ -42,7 +42,6 @@ WIDEST = 16  # rows of every request, from which on a step is a prefill like any
 EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has a few rows
 LONGEST = 8  # splits of a request that launches are recorded ahead for
 NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
-COMPUTE = (torch.bfloat16, torch.float16)
 HALF = (-65504.0, 65504.0)  # float16's; a bfloat16 query in between loses nothing
 
 
@@ -157,7 +156,7 @@ class Backend:
 
 def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
     """Refuses queries and keys that no kernel takes."""
-    if q.dtype not in COMPUTE or q.shape[1:] != (group.heads, group.d_qk):
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1:] != (group.heads, group.d_qk):
         rule = f"queries are bfloat16 or float16 of [rows, {group.heads}, {group.d_qk}]"
         raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
     if keys.k.dtype not in (q.dtype, torch.float16, torch.float8_e4m3fn):

@@ -31,19 +31,9 @@ class Packed(NamedTuple):
     choices: Choices | None
 
 
-def find_device() -> torch.device:
-    """The current GPU, if it is of a class we know; the CPU where kernels are interpreted."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return torch.device("cpu")
-    name, found = find()
-    if name != "cuda":
-        rule = "device cuda is an NVIDIA GPU of the class sm_90 (H100, H200)"
-        raise RuleError(rule, found, "Use device cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 class Ops:
-    """The table; `lockstep.ops.Ops` is what it is."""
+    """The table; `lockstep.ops.Ops` is what it is. Its device is the current GPU, if of a class we
+    know, or the CPU where kernels are interpreted."""
 
     dtypes = ("bfloat16", "float16")
     machine = "cuda-sm_90"
@@ -51,9 +41,17 @@ class Ops:
 
     def __init__(self, dtype: str = "bfloat16") -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.device = find_device()
-        self.library = CublasLt() if self.device.type == "cuda" else None
         self.choices: dict[torch.Size, Choices] = {}
+        self.library: CublasLt | None = None
+        self.device = torch.device("cpu")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return
+        name, found = find()
+        if name != "cuda":
+            rule = "device cuda is an NVIDIA GPU of the class sm_90 (H100, H200)"
+            raise RuleError(rule, found, "Use device cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.library = CublasLt()
 
     # ---- GEMM and experts ----
 

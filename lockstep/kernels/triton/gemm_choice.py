@@ -165,12 +165,11 @@ class CublasLt:
         self.set("Preference", self.preference, WORKSPACE_BYTES, ctypes.c_uint64(ROOM))
         self.set("Preference", self.preference, REDUCTION_MASK, ctypes.c_uint32(0))
 
-    def __call__(self, name: str, w: Tensor, rows: int) -> Any:
-        """ "cublas": torch's call; "lt3": the fourth proposal for rows of w [N, K], or None."""
+    def __call__(self, name: str, w: Tensor, rows: int) -> Call | None:
+        """ "cublas": torch's call; "lt3": the fourth proposal for rows of w [N, K], if any."""
         if name == "cublas":
             return torch_gemm
-        found = dict(enumerate(self.proposals(w, rows)))
-        return found.get(int(name.removeprefix("lt")))
+        return self.proposals(w, rows).get(name)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls, and raises what the library answers other than success."""
@@ -189,7 +188,7 @@ class CublasLt:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         self.call(f"cublasLtMatmul{what}SetAttribute", owner, attribute, ctypes.byref(value), size)
 
-    def proposals(self, w: Tensor, rows: int) -> list[Any]:
+    def proposals(self, w: Tensor, rows: int) -> dict[str, Call]:
         """Calls that compute y [rows, N] = x wᵀ without splitting K, the library's favourite
         first."""
         layouts, (n, k) = [], w.shape
@@ -201,8 +200,8 @@ class CublasLt:
             "cublasLtMatmulAlgoGetHeuristic", self.handle, self.description, *layouts, layouts[2],
             self.preference, PROPOSALS, found, ctypes.byref(returned),
         )  # fmt: skip
-        usable = (each for each in found[: returned.value] if each.state == 0)
-        return [partial(self.multiply, layouts, each.algo) for each in usable]
+        usable = enumerate(each for each in found[: returned.value] if each.state == 0)
+        return {f"lt{i}": partial(self.multiply, layouts, each.algo) for i, each in usable}
 
     def multiply(self, layouts: list[Any], algo: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         """y = x wᵀ on the current stream, by one proposal for one shape."""

@@ -31,8 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from lockstep import outfile
+from lockstep.kernels.cuda.ops import FEW, MANY
 from lockstep.kernels.triton import cache, launch, moe, rowwise, sample
-from lockstep.kernels.triton.gemm import Tile, gemm
+from lockstep.kernels.triton.gemm import gemm
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Tuning
@@ -163,10 +164,9 @@ def gemms() -> Iterator[Launch]:
         operands = (half(ROWS, k), half(n, k), half(ROWS, n))
         for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
             yield f"{n}x{k} {tile.name}", gemm, *operands, tile
-    tile = Tile(rows=64, columns=64, depth=128, warps=4, stages=3, group=1)
-    for n, k in ((512, 128), (128, 512)):
+    for (n, k), tile in product(((512, 128), (128, 512)), (FEW, MANY)):
         operands = (half(ROWS, 128, k), half(128, n, k), half(ROWS, 128, n))
-        yield f"128 x {n}x{k}", gemm, *operands, tile
+        yield f"128 x {n}x{k} {tile.rows}", gemm, *operands, tile
 
 
 def rows() -> Iterator[Launch]:
@@ -205,10 +205,9 @@ def experts() -> Iterator[Launch]:
     yield "8 of 128", moe.route, floats(ROWS, 128), few, None
     yield "8 of 256 bias", moe.route, floats(ROWS, 256), many, floats(256)
     routes = moe.Routes(ints(ROWS, 8), floats(ROWS, 8), ints(128), ints(8 * ROWS))
-    for (count, n, k), height in product(((ROWS, 1536, 2048), (8 * ROWS, 2048, 768)), (16, 64)):
-        tile = Tile(rows=height, columns=64, depth=128, warps=4, stages=4)
+    for (count, n, k), tile in product(((ROWS, 1536, 2048), (8 * ROWS, 2048, 768)), (FEW, MANY)):
         operands = (half(count, k), half(128, n, k), None, routes, tile)
-        yield f"{n}x{k} {height}", moe.grouped_gemm, *operands
+        yield f"{n}x{k} {tile.rows}", moe.grouped_gemm, *operands
     yield "8", moe.combine, half(8 * ROWS, 2048), routes
 
 
