@@ -656,11 +656,8 @@ def the_choice_of_a_gemm() -> str:
 def rows_outside_the_grid() -> str:
     """Rows that no bucket has are computed by our tile; other dtypes, K and strides are errors."""
     x, w = draw(16, 64), draw(40, 64)
-    chosen = gemm_choice.choose(w, None, grid=(1, 4))
     y = torch.empty(3, 40, dtype=w.dtype, device=DEVICE)
-    said = same(
-        gemm_choice.multiply(chosen, x[:3], w, y), product(x, w, TILES[0])[:3], "three rows"
-    )
+    said = same(gemm_choice.multiply({}, x[:3], w, y), product(x, w, TILES[0])[:3], "three rows")
     attempts = {
         "K": lambda: gemm(draw(3, 48), w, y, TILES[0]),
         "dtype": lambda: gemm(draw(3, 64, dtype=torch.float16), w, y, TILES[0]),

@@ -62,10 +62,9 @@ class Ops:
             bias = bias.to(self.device).contiguous().flatten()
         if weight.ndim == 3 or weight.dtype == torch.float32:
             return Packed(weight, bias, None)
-        if weight.shape not in self.choices:
-            grid = GRID if self.library else GRID[:1]  # no library: nothing to compare
-            self.choices[weight.shape] = choose(weight, self.library, grid)
-        return Packed(weight, bias, self.choices[weight.shape])
+        if self.library is not None and weight.shape not in self.choices:
+            self.choices[weight.shape] = choose(weight, self.library, GRID)
+        return Packed(weight, bias, self.choices.get(weight.shape, {}))
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """Rounded, then the bias, rounded."""

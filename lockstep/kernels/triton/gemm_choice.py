@@ -107,7 +107,7 @@ def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
     return call(x, w, x.new_full((len(x), len(w)), float("nan")))
 
 
-def choose(w: Tensor, library: Library | None, grid: Sequence[int] = GRID) -> Choices:
+def choose(w: Tensor, library: Library, grid: Sequence[int] = GRID) -> Choices:
     """Choices for a weight's shape and dtype, by whole outputs on this machine."""
     x = sample_rows(max(grid), w.shape[1], w.dtype, w.device)
     want = whole(partial(gemm, tile=REFERENCE), x, w)
@@ -115,7 +115,7 @@ def choose(w: Tensor, library: Library | None, grid: Sequence[int] = GRID) -> Ch
     return {rows: call for rows, call in found.items() if call is not None}
 
 
-def certified(library: Library | None, x: Tensor, w: Tensor, want: Tensor) -> Call | None:
+def certified(library: Library, x: Tensor, w: Tensor, want: Tensor) -> Call | None:
     """The library's call where it was faster and all its bits are ours."""
     rows, (n, k) = len(x), w.shape
     tile, name = tile_for(n, k, rows), library_for(n, k, rows)
@@ -124,9 +124,7 @@ def certified(library: Library | None, x: Tensor, w: Tensor, want: Tensor) -> Ca
         got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
         remedy = "This device is not of the class sm_90: do not use it"
         raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
-    if library is None or name is None:
-        return None
-    call = library(name, w, rows)
+    call = library(name, w, rows) if name else None
     if call is None or differing(whole(call, x, w), want):
         return None
     return call
