@@ -163,26 +163,12 @@ def attend_item(call, it, room, g, nth, tiles, full, pos, WG: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(call, staged, row, end, head, sink2, M, L, o):
-    """Sink, division, scale, one rounding, store."""
-    y, ln = softmax.finish(M, L, o, sink2, call.v_scale)
-    staged.store(y.to(staged.dtype))
-    D: gl.constexpr = staged.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (r.to(gl.int64) * call.heads + head) * D
-    mask = (r < end)[:, None] & (d < D)[None, :]
-    gl.store(call.out + at[:, None] + d[None, :], staged.load(WIDE), mask=mask)
-    r = row + gl.arange(0, 64, layout=ln.type.layout)
-    gl.store(call.lse + r.to(gl.int64) * call.heads + head, ln, mask=r < end)
-
-
-@gluon.jit
 def consumer(call, work, room, WG: gl.constexpr):
     """Rows [64 * WG, 64 * WG + 64) of every item. A block's rows are consecutive, and the last one
-    sees all its keys."""
+    sees all its keys. At last sink, division, scale, one rounding, store."""
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
+    D: gl.constexpr = room.k_ring.tiles.shape[2]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     g = 0
     nth = 0
@@ -200,7 +186,15 @@ def consumer(call, work, room, WG: gl.constexpr):
         g += tiles
         nth += 1
         row, staged = it.row_begin + WG * 64, room.staged.index(2 * WG)
-        write_rows(call, staged, row, it.row_end, head, sink2, M, L, o)
+        y, ln = softmax.finish(M, L, o, sink2, call.v_scale)
+        staged.store(y.to(staged.dtype))
+        r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+        at = (r.to(gl.int64) * call.heads + head) * D
+        mask = (r < it.row_end)[:, None] & (d < D)[None, :]
+        gl.store(call.out + at[:, None] + d[None, :], staged.load(WIDE), mask=mask)
+        r = row + gl.arange(0, 64, layout=ln.type.layout)
+        gl.store(call.lse + r.to(gl.int64) * call.heads + head, ln, mask=r < it.row_end)
 
 
 @gluon.jit(do_not_specialize=softmax.NUMBERS)
