@@ -108,26 +108,23 @@ def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
 
 
 def choose(w: Tensor, library: Library, grid: Sequence[int] = GRID) -> Choices:
-    """Choices for a weight's shape and dtype, by whole outputs on this machine."""
-    x = sample_rows(max(grid), w.shape[1], w.dtype, w.device)
-    want = whole(partial(gemm, tile=REFERENCE), x, w)
-    found = {rows: certified(library, x[:rows], w, want[:rows]) for rows in grid}
-    return {rows: call for rows, call in found.items() if call is not None}
-
-
-def certified(library: Library, x: Tensor, w: Tensor, want: Tensor) -> Call | None:
-    """The library's call where it was faster and all its bits are ours."""
-    rows, (n, k) = len(x), w.shape
-    tile, name = tile_for(n, k, rows), library_for(n, k, rows)
-    wrong = differing(whole(partial(gemm, tile=tile), x, w), want)
-    if wrong:
-        got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
-        remedy = "This device is not of the class sm_90: do not use it"
-        raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
-    call = library(name, w, rows) if name else None
-    if call is None or differing(whole(call, x, w), want):
-        return None
-    return call
+    """For a weight's shape and dtype, by whole outputs on this machine: the library's calls for
+    rows where it was faster and all its bits are ours."""
+    found, (n, k) = Choices(), w.shape
+    all_rows = sample_rows(max(grid), k, w.dtype, w.device)
+    wanted = whole(partial(gemm, tile=REFERENCE), all_rows, w)
+    for rows in grid:
+        x, want = all_rows[:rows], wanted[:rows]
+        tile, name = tile_for(n, k, rows), library_for(n, k, rows)
+        wrong = differing(whole(partial(gemm, tile=tile), x, w), want)
+        if wrong:
+            got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
+            remedy = "This device is not of the class sm_90: do not use it"
+            raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
+        call = library(name, w, rows) if name else None
+        if call is not None and not differing(whole(call, x, w), want):
+            found[rows] = call
+    return found
 
 
 # ---- cuBLAS ----
