@@ -23,12 +23,11 @@ MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=1)
 
 
 class Packed(NamedTuple):
-    """A weight, its bias in one row, and who multiplies with it: None for a float32 one, or one of
-    three dimensions."""
+    """A weight, its bias in one row, and the library's calls for it, if any."""
 
     weight: Tensor
     bias: Tensor | None
-    choices: Choices | None
+    choices: Choices
 
 
 class Ops:
@@ -60,16 +59,15 @@ class Ops:
         weight = weight.to(self.device).contiguous()
         if bias is not None:
             bias = bias.to(self.device).contiguous().flatten()
-        if weight.ndim == 3 or weight.dtype == torch.float32:
-            return Packed(weight, bias, None)
-        if self.library is not None and weight.shape not in self.choices:
+        is_gemm = weight.ndim == 2 and weight.dtype == self.dtype
+        if self.library is not None and is_gemm and weight.shape not in self.choices:
             self.choices[weight.shape] = choose(weight, self.library, GRID)
         return Packed(weight, bias, self.choices.get(weight.shape, {}))
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """Rounded, then the bias, rounded."""
         (weight, bias, choices), x = packed, x.flatten(1)
-        if choices is None:
+        if weight.dtype == torch.float32:
             y = moe.router(x, weight)
         else:
             y = multiply(choices, x, weight, x.new_empty(len(x), len(weight)))

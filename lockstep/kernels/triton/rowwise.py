@@ -233,11 +233,7 @@ def whole_row(n: int) -> dict[str, Any]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [.., n] / sqrt(mean(x²) + eps) · weight [n]."""
-    shape, x = x.shape, x.flatten(0, -2)
-    y = x.new_empty(x.shape)
-    operands = (x, None, weight, None, y, None, row_stride(x, "x"), None, eps)
-    norm_kernel[(len(x),)](*operands, **whole_row(shape[-1]))
-    return y.view(shape)
+    return layer_norm(x.flatten(0, -2), weight, None, eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -251,8 +247,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return total, y
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]."""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]; with no bias, `rms_norm`."""
     y = x.new_empty(x.shape)
     operands = (x, None, weight, bias, y, None, row_stride(x, "x"), None, eps)
     norm_kernel[(len(x),)](*operands, **whole_row(x.shape[1]))
