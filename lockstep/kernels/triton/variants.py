@@ -238,7 +238,7 @@ def inspect(variant: str) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        command = [tool, "-res-usage", "-sass", cubin.name]
+        command = [str(tool), "-res-usage", "-sass", cubin.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
