@@ -40,7 +40,6 @@ CAPS = base.Caps(
 )
 WIDEST = 16  # rows of every request, from which on a step is a prefill like any other
 EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has a few rows
-LONGEST = 8  # splits of a request that launches are recorded ahead for
 NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 HALF = (-65504.0, 65504.0)  # float16's; a bfloat16 query in between loses nothing
 
@@ -103,9 +102,6 @@ class Backend:
             return ()
         (one,), rows = variant, spec.group_size * bucket.width
         most = most_items(spec, bucket) - one.counters
-        if one.tuning.kernel != "plain":  # who is not split at all, but for a few long ones
-            split = launch.most_split(spec, one.tuning, bucket.width)
-            most = min(most, room_for(split * LONGEST))
         rooms = [n for n in EXTRAS if one.items - one.counters < n <= most]
         return tuple((rounded(replace(one, items=one.counters + n), rows),) for n in rooms)
 

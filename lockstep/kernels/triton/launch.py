@@ -119,13 +119,6 @@ def split_up(spec: GroupSpec, rows: Rows, requests: NDArray[np.int64], tuning: T
     return tuning, requests, keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
 
 
-def most_split(spec: GroupSpec, tuning: Tuning, width: int = 1) -> int:
-    """Blocks of `width` rows per request that `split_up` may split, at most: their keys together
-    are all that is read."""
-    blocks = -(-spec.group_size * width // tuning.rows)
-    return int(PROGRAMS // 2 / (WHOLE * blocks * spec.kv_heads)) * blocks
-
-
 def choose(
     spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, order: AttentionOrder
 ) -> list[Choice]:
