@@ -122,11 +122,8 @@ class Backend:
         counters = max((one.counters for one in variant), default=0) * spec.kv_heads
         arguments |= launch.scratch(part_rows, counters, arguments["DV"], derived.device)
         layers = dict.fromkeys(spec.layers)
-        return Handle(
-            spec,
-            tuple(zip(variant, tables, strict=True)),
-            {attn: arguments | scoring(attn, spec.heads, derived.device) for attn in layers},
-        )
+        scored = {attn: arguments | scoring(attn, spec.heads, derived.device) for attn in layers}
+        return Handle(spec, tuple(zip(variant, tables, strict=True)), scored)
 
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec

@@ -175,9 +175,8 @@ def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool
 def scratch(part_rows: int, counters: int, width: int, device: torch.device) -> Arguments:
     """Room for `part_rows` rows of parts, `width` values each, and, for a latent cache, the state
     of every program. Counters are zero before and after every launch."""
-    rows, states = max(part_rows, 1), 0
-    if width > 256:
-        states = 64 * multiprocessors(device)
+    rows = max(part_rows, 1)
+    states = 64 * multiprocessors(device) if width > 256 else 0
     return {
         "part_ml": torch.empty(rows * 2, dtype=torch.float32, device=device),
         "part_acc": torch.empty(rows * width, dtype=torch.float32, device=device),
