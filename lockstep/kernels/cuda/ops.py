@@ -76,8 +76,7 @@ class Ops:
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         """One GEMM per head."""
         t, g, n = len(x), *packed.weight.shape[:2]
-        y = x.new_empty(t, g, n)
-        gemm(x, packed.weight, y, FEW if t <= FEW.rows else MANY)
+        y = gemm(x, packed.weight, x.new_empty(t, g, n), FEW if t <= FEW.rows else MANY)
         return rowwise.add_bias(y.view(t, g * n), packed.bias).view(t, g, n)
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: moe.Routes) -> Tensor:

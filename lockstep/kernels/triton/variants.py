@@ -125,7 +125,6 @@ def attend(
         label += f" {shape.__name__}"
         shape = shape(spec, tree)
     stored = getattr(torch, KV_FORMATS[kv].torch_name)
-    k, v = (half(page, spec.kv_heads, d, dtype=stored) for d in head)
     compute = {"float16": torch.float16}.get(kv, torch.bfloat16)
     arguments = launch.arguments(spec, page, attention_order(SM90, *head), tree)
     arguments |= launch.scratch(ROWS, ROWS, spec.d_v, torch.device("meta"))
@@ -133,8 +132,8 @@ def attend(
     image = ("positions", "start", "tail_indptr", "tail_slots", "page_ids")
     arguments |= dict.fromkeys(image, ints(page)) | {
         "q": half(ROWS, spec.heads, spec.d_qk, dtype=compute),
-        "k": k,
-        "v": v,
+        "k": half(page, spec.kv_heads, spec.d_qk, dtype=stored),
+        "v": half(page, spec.kv_heads, spec.d_v, dtype=stored),
         "out": half(ROWS, spec.heads, spec.d_v, dtype=compute),
         "lse": floats(ROWS, spec.heads),
         "CAP": cap is not None,
