@@ -135,12 +135,13 @@ def group(**changes: Any) -> GroupSpec:
 FULL, WINDOW = group(), group(window=32)
 FRESH = group(layout=Layout.FRESH)
 PAGE = 16 * 256  # bytes
+CPU = torch.device("cpu")
 
 
 def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 40)
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8)
-    found, text = memory.cache_size((FULL, WINDOW, FRESH), config, 1001)
+    found, text = memory.cache_size((FULL, WINDOW, FRESH), config, 1001, CPU)
     # 4004 keys are 251 pages; behind a window of 32 four requests hold at most
     # (4 * (32 + 2 * 16 - 3) + 8) // 16 = 15 pages; and each its null page
     assert found == (252, 16, 0)
@@ -150,7 +151,7 @@ def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.Mo
 
 def test_a_window_never_needs_more_than_the_whole_cache():
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8, max_total_tokens=100)
-    found, text = memory.cache_size((FULL, WINDOW), config, 1001)
+    found, text = memory.cache_size((FULL, WINDOW), config, 1001, CPU)
     assert (text.splitlines()[0], found) == ("cache for 100 tokens", (8, 8))
 
 
@@ -164,7 +165,7 @@ def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(
 ):
     monkeypatch.setattr(memory, "free_bytes", lambda: 2 * pages * PAGE)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
-    found, text = memory.cache_size((FULL,), config, 100)
+    found, text = memory.cache_size((FULL,), config, 100, CPU)
     assert text.splitlines()[0] == f"cache for {tokens} tokens"
     assert found[0] <= pages
 
@@ -176,7 +177,7 @@ def test_memory_for_less_than_a_page_is_an_error(page_size: int, monkeypatch: py
     with pytest.raises(
         RuleError, match=r"the cache holds at least one page; got 128 B of memory for it"
     ):
-        memory.cache_size((group(page_size=page_size),), config, 100)
+        memory.cache_size((group(page_size=page_size),), config, 100, CPU)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])

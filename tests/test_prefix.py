@@ -436,7 +436,7 @@ def test_a_request_and_the_tree_do_not_share_a_list():
     r = w.open(ids(30))
     w.write(r, 20)
     assert len(w.node(*ids(4)).pages[0]) == 1
-    assert w.tree.cached(0) == 2
+    assert np.count_nonzero(w.pools[0].kept) == 2
     w.verify()
 
 
@@ -549,9 +549,9 @@ def test_the_least_recently_used_goes_first_and_what_is_held_never():
 def test_room_is_made_in_all_groups_or_in_none():
     w = World((FULL, window(4, 4)), (10, 10))
     w.close(w.run(ids(20)))
-    before = [w.tree.cached(g) for g in range(2)]
+    before = [np.count_nonzero(pool.kept) for pool in w.pools]
     assert not w.tree.make_room([9, 10])
-    assert [w.tree.cached(g) for g in range(2)] == before
+    assert [np.count_nonzero(pool.kept) for pool in w.pools] == before
     assert w.tree.make_room([9, 9])
     assert [p.free for p in w.pools] == [9, 9]
 

@@ -140,7 +140,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
         )
         assert job.news()[-1].token_ids == want.token_ids
         rows.append(sum(seen))
-        cached.append([made.scheduler.tree.cached(g) for g in made.scheduler.tree.groups])
+        cached.append([pool.kept.sum() for pool in made.scheduler.tree.groups.values()])
         assert interrupt.books(made) == []
     assert rows[1] == rows[0] + 1 and cached[0] == cached[1]
 

@@ -63,9 +63,8 @@ def free_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_fits(needed_bytes: int, what: str, there: int | None = None) -> None:
-    """Raises unless all memory of a device, or of this machine, could hold so many bytes."""
-    there = all_bytes() if there is None else there
+def check_fits(needed_bytes: int, what: str, there: int) -> None:
+    """Raises unless the `there` bytes of a machine's or a device's memory could hold so many."""
     if needed_bytes > there:
         rule = f"the cache fits into the {there:,} B of this machine's memory"
         got = f"{needed_bytes:,} B for {what}"
@@ -73,15 +72,12 @@ def check_fits(needed_bytes: int, what: str, there: int | None = None) -> None:
 
 
 def cache_size(
-    specs: Sequence[GroupSpec],
-    config: EngineConfig,
-    context_length: int,
-    device: torch.device | None = None,
+    specs: Sequence[GroupSpec], config: EngineConfig, context_length: int, device: torch.device
 ) -> tuple[tuple[int, ...], str]:
     """The largest cache that the budget allows and that all running requests could fill: pages per
     group (0 for a fresh one), and the arithmetic as text. A full group needs a slot per cached key;
     a window group, per running request, what its window still sees plus what a step adds."""
-    gpu = device is not None and device.type == "cuda"
+    gpu = device.type == "cuda"
     if gpu:  # what an engine before has left goes first, though it was frozen
         gc.unfreeze()
         gc.collect()
@@ -107,8 +103,7 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
     """Pages of one group, null page included, for `tokens` cached keys."""
     if spec.layout is Layout.FRESH:
         return 0
-    step_len, requests = config.chunked_prefill_size, config.max_running_requests
-    return peak_pages(spec, tokens, step_len, requests) + 1
+    return peak_pages(spec, tokens, config.chunked_prefill_size, config.max_running_requests) + 1
 
 
 def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:
@@ -143,7 +138,8 @@ class Pool:
     ) -> None:
         self.spec, self.num_pages, self.ops, device = spec, num_pages, ops, ops.device
         if device.type == "cpu":
-            check_fits(group_bytes(spec, num_pages), f"{num_pages:,} pages of {spec.page_size:,}")
+            what = f"{num_pages:,} pages of {spec.page_size:,}"
+            check_fits(group_bytes(spec, num_pages), what, all_bytes())
         dtype = getattr(torch, KV_FORMATS[spec.kv_dtype].torch_name)
         shapes = storage_shapes(spec, num_pages)
         self.storages: list[tuple[Tensor, ...]] = []

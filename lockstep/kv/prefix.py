@@ -127,9 +127,6 @@ class Prefix:
                 order.move_to_end(node)  # in use, or above what is in use: not the oldest after all
         return pool.free - before
 
-    def cached(self, g: int) -> int:
-        return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
-
     def check(self, tables: Iterable[PageTable] = ()) -> None:
         """free + cached + held = all: every hold is the tree's or that of one of all `tables`, and
         the tree's orders, marks and links tell one story."""
@@ -151,8 +148,7 @@ class Prefix:
             if g in self.groups:
                 self._check_group(g, nodes, kept)
         if any(map(self._useless, nodes)):
-            rule = "a leaf that cannot be matched is removed"
-            raise RuleError(rule, "one that is not", OUR_BUG)
+            raise RuleError("a leaf that cannot be matched is removed", "one that is not", OUR_BUG)
 
     def _check_group(self, g: int, nodes: list[Node], pages: list[int]) -> None:
         pool, order, spec = self.groups[g], self._order[g], self.specs[g]
@@ -256,6 +252,5 @@ class Prefix:
     def _useless(self, node: Node) -> bool:
         if node.children or node.locks:
             return False
-        groups = self._groups_of(node)
-        seen = [g for g in groups if keep_from(self.specs[g], node.end) < node.end]
+        seen = [g for g in self._groups_of(node) if keep_from(self.specs[g], node.end) < node.end]
         return any(not node.pages[g] for g in seen) or not any(node.pages)

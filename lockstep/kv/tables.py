@@ -214,8 +214,6 @@ class PageTable:
         """Drops pages that no row from `committed_len` on sees."""
         for g, pool in self.groups.cached:
             spec, (page_ids, first, scratch, moves) = self.specs[g], self._own[g]
-            if spec.window is None:
-                continue
             hidden_len = keep_from(spec, self._len(g, committed_len)) - first
             count = min(len(page_ids), hidden_len // spec.page_size)
             if count > 0:
@@ -281,8 +279,7 @@ class PageTable:
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
         for g in self.groups.stored:
             if g not in self.groups.drafts:
-                sources = build.node_slots(self.specs[g], self._own[g], ints(nodes))
-                self.move(g, sources, positions)
+                self.move(g, build.node_slots(self.specs[g], self._own[g], ints(nodes)), positions)
 
     def held(self, g: int) -> list[int]:
         """Every hold of this table on pages of group g, one entry per hold."""

@@ -383,8 +383,7 @@ def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]
         if new_len < 1:
             raise RuleError(SOME_ROW, f"new_len={new_len}", "Leave it out")
         if new_len > INT32_MAX or cross_len > INT32_MAX:
-            got = f"{new_len} rows, {cross_len} encoder keys"
-            raise RuleError(IN_INT32, got, "Shorten it")
+            raise RuleError(IN_INT32, f"{new_len} rows, {cross_len} encoder keys", "Shorten it")
         if new not in (0, new_len) or new > cross_len:
             rule = "an encoder is written whole, by rows of its own"
             raise RuleError(rule, f"{new} of {new_len} rows", "Encode in a step of its own")

@@ -86,8 +86,7 @@ def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> 
     pages = (group.kv_lens, group.page_indptr, group.page_ids, group.first_pos)
     arrays = (*pages, group.tail_slots, group.write_slots)
     shape = (b.requests, b.requests + 1, b.pages[g], b.requests, b.tokens * b.tail, b.writes[g])
-    have = (*map(len, arrays), *group.moves.shape)
-    _shape(f"group {g} has", have, (*shape, b.moves[g], 2))
+    _shape(f"group {g} has", (*map(len, arrays), *group.moves.shape), (*shape, b.moves[g], 2))
     if b.writes[g] != b.tokens and not (cross and b.writes[g] == 0):
         got = f"{b.writes[g]} of {b.tokens}"
         raise PlanError("every row is written (cross: or none)", got, "Use plan.build")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, PagedGroup, StepPlan
+from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, GroupSpec, Layout
 
 ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled for aligned ones
@@ -116,17 +116,13 @@ def write(
     for place, values in zip(rows, given, strict=True):
         place[:] = values
     for group, own in zip(plan.groups, views, strict=True):
-        write_group(own, plan, group)
+        if not lists(group.spec):
+            own.start[:] = INT32_MAX
+        if isinstance(group, FreshGroup):
+            own.kv_lens[:] = plan.new_lens
+            own.page_indptr[:] = plan.q_indptr
+            own.page_ids[:] = np.arange(plan.bucket.tokens, dtype=np.int32)
+            continue
+        for name in CACHED:
+            getattr(own, name)[:] = getattr(group, name)
     return views
-
-
-def write_group(own: PlanArrays, plan: StepPlan, group: Group) -> None:
-    if not lists(group.spec):
-        own.start[:] = INT32_MAX
-    if isinstance(group, FreshGroup):
-        own.kv_lens[:] = plan.new_lens
-        own.page_indptr[:] = plan.q_indptr
-        own.page_ids[:] = np.arange(plan.bucket.tokens, dtype=np.int32)
-        return
-    for name in CACHED:
-        getattr(own, name)[:] = getattr(group, name)

@@ -138,8 +138,7 @@ class Scheduler:
         for k in accepted.others:
             if k < count:
                 members.leave(batch.requests[k])
-        known_lens = step.cached_lens[:count] + 1
-        single = members.settle(batch, known_lens, accepted.token_ids[:count])
+        single = members.settle(batch, step.cached_lens[:count] + 1, accepted.token_ids[:count])
         for i in [*single, *range(count, len(batch.rows))]:
             if batch.requests[i].finish is None:
                 rows, begin = batch.rows[i], batch.first_samples[i]
@@ -243,8 +242,7 @@ class Scheduler:
         builder = StepBuilder(self.kinds[GENERATE], self.config.chunked_prefill_size)
         held_up = not self._place_members(builder)
         running = self.running if len(self.running) > len(self._members) else []
-        others = [request for request in running if request.members is None]
-        ready = [each for each in others if not waits(each.held_until, self.settled)]
+        ready = [r for r in running if r.members is None and not waits(r.held_until, self.settled)]
         for request in sorted(ready, key=lambda each: each.missing_len > 1):  # prompts come last
             if request.table is not None and not self._place(request, builder):
                 held_up = True
@@ -268,8 +266,7 @@ class Scheduler:
             held = waits(request.held_until, self.settled)
             if not held and request.draft is None and self._secure(request, 1, ()):
                 self._store(request)  # what settled while it was inside
-                pages = request.table.views(self._groups)
-                members.look(request, pages, self._until_len(request))
+                members.look(request, request.table.views(self._groups), self._until_len(request))
                 continue
             builder.add_members(members, begin, request.number)
             begin = request.number + 1
