@@ -10,8 +10,8 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.resources import files
+from pkgutil import resolve_name
 from textwrap import dedent, indent
 from typing import Any, NoReturn
 
@@ -76,13 +76,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def function(args: argparse.Namespace) -> Command:
-    """What the parsed command calls, imported now."""
-    module, _, name = args.call.partition(":")
-    found: Command = getattr(import_module(module), name)
-    return found
-
-
 def print_help(args: argparse.Namespace) -> int:
     args.parser.print_help(sys.stderr)
     return 2
@@ -112,9 +105,8 @@ def _add_arguments(place: Any, options: Mapping[str, dict[str, Any]]) -> None:
     """What argparse takes; `least` makes it a whole number from there on, `type` names a TYPE."""
     for name, given in options.items():
         words = dict(given)  # tables share some
-        least = words.pop("least", None)
-        if least is not None:
-            words |= {"type": partial(positive, least=least), "metavar": "N"}
+        if "least" in words:
+            words |= {"type": partial(positive, least=words.pop("least")), "metavar": "N"}
         elif "type" in words:
             words |= {"type": TYPES[words["type"]], "metavar": words.get("metavar", "X")}
         if words.get("default") == "cores":
@@ -164,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from lockstep.lab import isolate
 
             os.environ.setdefault(*isolate.WAITING)
-        return with_revert(function(args), args)
+        return with_revert(args)
     except RuleError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
@@ -197,8 +189,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         raise RuleError(rule, given["--json"], "Choose another place for one of them")
 
 
-def with_revert(call: Command, args: argparse.Namespace) -> int:
-    """Runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
+def with_revert(args: argparse.Namespace) -> int:
+    """Imports and runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
+    call: Command = resolve_name(args.call)
     name = os.environ.get("LOCKSTEP_REVERT")
     if not name:
         return call(args)

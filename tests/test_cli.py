@@ -8,13 +8,13 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 import pytest
 
 from lockstep import __version__, cli, plugins
 from lockstep.attention import select
-from lockstep.cli import Parser, function
+from lockstep.cli import Parser
 from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, Result, settle
 from lockstep.lab.guard import Finding
@@ -125,7 +125,7 @@ def test_every_command_names_a_function_that_exists():
     called = [p for p in parsers(cli.make_parser()) if p.get_default("call")]
     assert len(called) > 10
     for parser in called:
-        assert callable(function(argparse.Namespace(call=parser.get_default("call")))), parser.prog
+        assert callable(resolve_name(parser.get_default("call"))), parser.prog
 
 
 def writing_commands() -> list[str]:
@@ -157,7 +157,7 @@ def test_the_commands_that_write_are_found():
 def test_a_file_that_cannot_be_written_is_found_out_before_the_work(
     line: str, tmp_path: Path, monkeypatch, capsys
 ):
-    def work(call: Any, args: argparse.Namespace) -> int:
+    def work(args: argparse.Namespace) -> int:
         raise AssertionError("the work has begun")
 
     monkeypatch.setattr(cli, "with_revert", work)
