@@ -88,12 +88,11 @@ class Turn:
 class Caller:
     """Who waits for requests: the function of `frame`, or the generator that it follows."""
 
-    __slots__ = ("__weakref__", "closed", "frame", "generator")
+    __slots__ = ("__weakref__", "frame", "generator")
 
     def __init__(self, frame: FrameType | None = None) -> None:
         self.frame = frame
         self.generator: weakref.ref[Generator[Any, None, None]] | None = None
-        self.closed = False
 
     def follow(self, generator: Generator[Any, None, None]) -> None:
         """It lives as long as the generator has not ended."""
@@ -101,17 +100,15 @@ class Caller:
 
     def close(self) -> None:
         """It waits no longer. May be called anywhere, also where a turn is running."""
-        self.closed = True
-        self.frame = None
+        self.frame = self.generator = None
 
     def gone(self, frames: set[FrameType]) -> bool:
         """Whether nobody waits; `frames` are those that are executing."""
-        frame = self.frame
-        if self.closed or frame is not None:
-            return self.closed or frame not in frames
-        generator = self.generator() if self.generator is not None else None
-        return generator is None or inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED
+        frame, generator = self.frame, self.generator
+        if frame is not None:
+            return frame not in frames
+        chunks = generator() if generator is not None else None
+        return chunks is None or inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED
 
 
-GONE = Caller()  # of requests that were aborted
-GONE.close()
+GONE = Caller()  # of requests that were aborted: nobody waits
