@@ -29,6 +29,8 @@ class Tokenizer:
 
     def __init__(self, library: Any) -> None:
         self.library = library
+        # growing text asks for the same tokens again and again
+        self._decode_one: Callable[[int], str] = lru_cache(1 << 16)(lambda i: library.decode([i]))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
@@ -63,11 +65,6 @@ class Tokenizer:
             return self._decode_one(ids[0])
         text: str = self.library.decode(list(ids))
         return text
-
-    @cached_property
-    def _decode_one(self) -> Callable[[int], str]:
-        """Growing text asks for the same tokens again and again."""
-        return lru_cache(1 << 16)(lambda id_: self.library.decode([id_]))
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

@@ -25,8 +25,7 @@ def attention(config: Config, rope_parameters: Params | None = None) -> DenseSpe
         raise RuleError(rule, "use_bidirectional_attention", "Use a causal checkpoint")
     bias = config.attention_bias
     scale = 1 / math.sqrt(config.query_pre_attn_scalar)
-    plain = llama.attention(config, rope_parameters)
-    return replace(plain, scale=scale, bias=bias, out_bias=bias)
+    return replace(llama.attention(config, rope_parameters), scale=scale, bias=bias, out_bias=bias)
 
 
 def decoder(config: Config, attns: list[DenseSpec]) -> DecoderSpec:

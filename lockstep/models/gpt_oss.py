@@ -16,13 +16,12 @@ def describe(config: Config) -> DecoderSpec:
     bias = config.attention_bias
     attn = replace(llama.attention(config), bias=bias, out_bias=bias, sinks=True)
     routing = Routing(config.num_experts_per_tok, config.num_local_experts, score="chosen")
-    gate = ClampedGlu(config.swiglu_alpha, config.swiglu_limit)
     moe = MoeSpec(
         routing=routing,
         expert=llama.mlp(config),
         router="router",
         router_bias=True,
-        gate=gate,
+        gate=ClampedGlu(config.swiglu_alpha, config.swiglu_limit),
         load=Stacked(),
     )
     return llama.windowed(config, llama.decoder(config, attn, [moe] * config.num_hidden_layers))

@@ -247,9 +247,8 @@ def scan(folder: Path, maps: Container[str] = ()) -> dict[str, Entry]:
             rule = "a tensor lies in one file"
             raise RuleError(rule, f"{listed(twice)} in {path.name} and before", "Check the index")
         entries |= found
-    weights = [(name, e.dtype) for name, e in entries.items() if name not in maps]
-    others = [(name, dtype) for name, dtype in weights if dtype not in FLOATS]
-    odd = [f"{name} is {dtype}" for name, dtype in others if "position_ids" not in name]
+    weights = [name for name in entries if name not in maps and "position_ids" not in name]
+    odd = [f"{n} is {entries[n].dtype}" for n in weights if entries[n].dtype not in FLOATS]
     if odd:
         rule = "weights are floating point"
         raise RuleError(rule, f"{len(odd)} others: {listed(odd)}", "Use an unquantised checkpoint")
