@@ -108,7 +108,7 @@ def forget(self):
 
 def unsynced(self):
     """The stream as it was left, wherever its text is."""
-    self._stream = self._stream or Stream(self.tokenizer, self.params.stops, self.prompt_ids)
+    self._stream = self._stream or Stream(self.tokenizer, self.params.stop, self.prompt_ids)
     return self._stream
 
 

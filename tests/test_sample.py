@@ -122,7 +122,7 @@ def test_values_are_kept_in_one_form():
         temperature=1,
         logprobs=3,
     )
-    assert params.stops == ("end",) and params.stop_ids == (3, 1)
+    assert params.stop == ("end",) and params.stop_token_ids == (3, 1)
     assert params.biases == ((2, -1.5), (7, 1.0)) and type(params.temperature) is float
     assert [SamplingParams(logprobs=v).top_logprobs for v in (None, False, True, 0, 5)] == [
         None,
@@ -296,7 +296,7 @@ def reference_edit(x: np.ndarray, row: Row, eos_ids: tuple[int, ...]) -> np.ndar
         count = generated.count(token)
         out[token] -= f(params.frequency_penalty * count + params.presence_penalty * (count > 0))
     if len(generated) < params.min_tokens:
-        for token in (*params.stop_ids, *(() if params.ignore_eos else eos_ids)):
+        for token in (*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)):
             out[token] = -np.inf
     return out
 

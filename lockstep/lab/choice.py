@@ -35,7 +35,7 @@ def choose(
         penalty = times * params.frequency_penalty + (times > 0) * params.presence_penalty
         scores[token] = score - np.float32(penalty)
     if len(tokens) - prompt_len < params.min_tokens:
-        scores[[*params.stop_ids, *(() if params.ignore_eos else eos_ids)]] = -np.inf
+        scores[[*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)]] = -np.inf
     if params.temperature == 0:
         return int(np.argmax(scores))
     scores = scores / np.float32(params.temperature)

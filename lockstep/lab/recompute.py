@@ -155,14 +155,14 @@ class Recompute:
         before = utf8.decode(Letters.spell(prompt))
         head = utf8.decode(Letters.spell(said[:early]))
         tail = utf8.decode(Letters.spell(said[early:]), final=True)
-        places = ((tail.find(stop), stop) for stop in params.stops)
+        places = ((tail.find(stop), stop) for stop in params.stop)
         found = sorted((at + len(stop), at) for at, stop in places if at >= 0)
         text = head + (tail[: found[0][1]] if found else tail)
         return text if before else text.removeprefix(" "), bool(found)
 
     def _ends(self, token: int, params: SamplingParams) -> bool:
         eos = token in self.info.eos_token_ids and not params.ignore_eos
-        return eos or token in params.stop_ids
+        return eos or token in params.stop_token_ids
 
     def _generate(self, prompt: Ids, params: SamplingParams, said: Ids) -> Answer:
         begin, source = self.placed(prompt)
@@ -182,7 +182,7 @@ class Recompute:
             out.token_ids.append(token)
             out.logprobs.append(float(told.chosen[0]))
             out.best.append(_pairs(told, 0))
-            stopped = params.stops and self.text(prompt, out.token_ids, params)[1]
+            stopped = params.stop and self.text(prompt, out.token_ids, params)[1]
             if stopped or self._ends(token, params):
                 out.finish = "stop"
                 break

@@ -45,10 +45,10 @@ class CompletionState:
         self.error = ""
         tokenizer, eos_ids = text
         self.tokenizer = None if given else tokenizer
-        self.searched = self.tokenizer is not None and bool(params.stops)  # for stop strings
+        self.searched = self.tokenizer is not None and bool(params.stop)  # for stop strings
         self.scored = params.top_logprobs is not None
         self.speculated = NOT_SPECULATED
-        self.end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else eos_ids)))
+        self.end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)))
         self.ahead: list[str] = []  # text of tokens that are being settled
         self._stream: Stream | None = None
         self._pushed = -1  # tokens whose text the stream has given; -1 while it moves
@@ -123,7 +123,7 @@ class CompletionState:
         stream, self._stream = self._stream, None
         if stream is None or self._pushed != len(self.pieces):
             assert self.tokenizer is not None, "without a tokenizer there is no text"
-            stream = Stream(self.tokenizer, self.params.stops, self.prompt_ids)
+            stream = Stream(self.tokenizer, self.params.stop, self.prompt_ids)
             for count, token_id in enumerate(self.token_ids[: len(self.pieces)], 1):
                 self._push(stream, token_id, count)
         self._stream = stream

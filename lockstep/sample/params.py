@@ -104,7 +104,7 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse ids that the model does not have: here, never on the device."""
-        named = {"logit_bias": [i for i, _ in self.biases], "stop_token_ids": self.stop_ids}
+        named = {"logit_bias": [i for i, _ in self.biases], "stop_token_ids": self.stop_token_ids}
         for name, ids in named.items():
             for bad in [i for i in ids if not 0 <= i < vocab_size]:
                 rule = f"{name} names tokens from 0 to {vocab_size - 1}"
@@ -135,8 +135,7 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the choice depends on the tokens before it."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0, 0, 1)
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -153,14 +152,6 @@ class SamplingParams:
             edits=bool(self.biases) or self.penalised,
             top=self.top_logprobs,
         )
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return tuple(self.stop)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return tuple(self.stop_token_ids)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

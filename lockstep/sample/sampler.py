@@ -212,7 +212,7 @@ def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> NDArray[np.int64]:
     params = row.params
     if row.position - row.prompt_len >= params.min_tokens:
         return np.empty((1, 0), np.int64)
-    ids = {*params.stop_ids, *(() if params.ignore_eos else eos_ids)}
+    ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
     return np.array([sorted(ids)], np.int64)
 
 
