@@ -374,7 +374,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
 
 def scalar(name: str) -> Any:
     """An elementary function of the kernel, applied to every element of a float32 array."""
-    f = njit(linked(attend.names(), {})[name].py_func)
+    f = njit(linked({**vars(attend.elementary), **vars(attend)}, {})[name].py_func)
 
     def each(x: Any) -> Any:
         return np.array([f(np.float32(v)) for v in x], np.float32)

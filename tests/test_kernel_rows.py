@@ -388,7 +388,7 @@ def test_units_of_a_gemm_are_whole_micro_kernels_and_enough_for_all_threads(pane
 
 def test_every_text_of_a_kernel_is_among_the_sources_that_name_its_folder():
     """Those of the sampler's formulas were not: another formula left the old kernel in use."""
-    names = {**attend.names(), **vars(sampling)}.values()
+    names = {**vars(attend.elementary), **vars(attend), **vars(sampling)}.values()
     texts = [text for text in names if inspect.isfunction(text) and "lockstep" in text.__module__]
     assert {Path(text.__code__.co_filename) for text in texts} <= set(cache.sources())
 

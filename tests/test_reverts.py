@@ -75,7 +75,7 @@ def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(nam
         for k, f in vars(module).items()
         if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"
     }
-    texts = attend.names()
+    texts = {**vars(attend.elementary), **vars(attend)}
     assert own and set(own) <= set(texts)
     for key, text in own.items():
         assert list(inspect.signature(text).parameters) == list(

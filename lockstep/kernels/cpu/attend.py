@@ -87,8 +87,8 @@ def load_range(first: Any, last: Any, tile: Any) -> Any:
 
 
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
-    """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range
-    that they see together."""
+    """Per row of tokens [begin, end), the keys [first, last) it sees of the tile at `position`, if
+    any; returns the range that they see together."""
     tile, group = job.tile, job.group
     hull_first, hull_last = tile, np.int64(0)
     for token in range(begin, end):
@@ -96,8 +96,6 @@ def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any
         last = min(np.int64(job.hi[token]) - position, tile)
         if first < last:
             hull_first, hull_last = min(hull_first, first), max(hull_last, last)
-        else:
-            first, last = np.int64(0), np.int64(0)
         row = (token - unit.begin) * group
         for r in range(row, row + group):
             scratch.first[r] = first
@@ -153,7 +151,8 @@ def stage_values(job: Any, scratch: Any, reach: Any) -> None:
 
 
 def online_softmax(job: Any, scratch: Any, row: Any) -> None:
-    """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow."""
+    """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow. One
+    that sees nothing of the tile gets zeros and keeps its state."""
     at, tile = scratch.p + row * scratch.p_stride, job.tile
     first, last = scratch.first[row], scratch.last[row]
     whole, pre, c, m = last - first == tile, job.layer[PRE], job.layer[C], scratch.m[row]
@@ -167,19 +166,15 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
         store(at + 4 * key, x)
         top = maximum(top, x)
     m_new = maximum(m, lanes.fold_max(top))
-    if m_new == -INF:
-        for key in range(0, tile, LANES):
-            store(at + 4 * key, splat(ZERO))
-        scratch.alpha[row] = ONE
-        return
-    shift, total = -mul(m_new, c), splat(ZERO)
+    base = ZERO if m_new == -INF else m_new  # of a row that has seen nothing yet
+    shift, total = -mul(base, c), splat(ZERO)
     for key in range(0, tile, LANES):
         p = exp2(fma(load(at + 4 * key), c, shift))
         if not whole:
             p = select(lanes.between(key, first, last), p, ZERO)
         store(at + 4 * key, p)
         total = add(total, p)
-    alpha = rescale(m, m_new, c)
+    alpha = rescale(m, base, c)
     scratch.sum[row] = fma(scratch.sum[row], alpha, lanes.fold_sum(total))
     scratch.m[row], scratch.alpha[row] = m_new, alpha
 
@@ -238,17 +233,6 @@ def group_span(scratch: Any, row: Any, rows: Any) -> Any:
     return first, last, same
 
 
-def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
-    """Probabilities of up to 4 rows; one that sees nothing gets zeros and keeps its state."""
-    for r in range(row, row + rows):
-        if scratch.first[r] < scratch.last[r]:
-            online_softmax(job, scratch, r)
-        else:
-            scratch.alpha[r] = ONE
-            for key in range(0, job.tile, LANES):
-                store(scratch.p + r * scratch.p_stride + 4 * key, splat(ZERO))
-
-
 def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> None:
     """The tile at `position` for tokens [begin, end) of the unit."""
     first, last = spans(job, scratch, unit, begin, end, position)
@@ -266,7 +250,8 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             score_rows(job, scratch, row, rows)
-            online_softmax_rows(job, scratch, row, rows)
+            for r in range(row, row + rows):
+                online_softmax(job, scratch, r)
     checked, clean = False, True
     for row in range(row_begin, row_end, ROWS):
         rows = min(row_end - row, ROWS)
@@ -436,18 +421,13 @@ def work(at: Any, worker: Any) -> None:
 # ---- putting the kernel together ----
 
 # called per row or two: their arguments are many
-INLINED = ("online_softmax", "online_softmax_rows", "score_rows", "add_values", "group_span")
-
-
-def names() -> dict[str, Any]:
-    """What the kernel is made of: plain Python functions, its texts, and what they use."""
-    return {**vars(elementary), **globals()}
+INLINED = ("online_softmax", "score_rows", "add_values", "group_span")
 
 
 def build(**replaced: Callable[..., Any]) -> Any:
     """The kernel, or one with some of its texts replaced by name, compiled afresh. A replacement
     may use any other text or operation of the kernel by its name."""
-    found = threads.linked(names(), replaced, INLINED)
+    found = threads.linked({**vars(elementary), **globals()}, replaced, INLINED)
     return threads.c_function("attention", threads.relinked(work, found), cache=not replaced)
 
 

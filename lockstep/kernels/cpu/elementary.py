@@ -38,12 +38,8 @@ def exp2(x: Any) -> Any:
     """2^x for x <= 127, flushed to 0 below the normal numbers."""
     t = add(x, ROUND)
     f = sub(x, sub(t, ROUND))
-    y = fma(E6, f, E5)
-    y = fma(y, f, E4)
-    y = fma(y, f, E3)
-    y = fma(y, f, E2)
-    y = fma(y, f, E1)
-    y = fma(y, f, 1.0)
+    y = fma(fma(fma(E6, f, E5), f, E4), f, E3)
+    y = fma(fma(fma(y, f, E2), f, E1), f, 1.0)
     return select(less(x, -126.0), 0.0, mul(y, pow2_from(t)))
 
 

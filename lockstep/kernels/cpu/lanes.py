@@ -214,21 +214,12 @@ def folded(step: Callable[[Any, Any, Any], Any]) -> Any:
 fold_sum = folded(lambda builder, a, b: builder.fadd(a, b))
 fold_max = folded(maximum_ir)
 splat = ir_function(FLOATS(types.float32))(splat_ir)
+load = ir_function(FLOATS(types.int64))(lambda builder, address: load_ir(builder, address))
+STORES = types.void(types.int64, FLOATS)
+store = ir_function(STORES)(lambda builder, address, x: store_ir(builder, address, x))
 
 
-@ir_function(FLOATS(types.int64))
-def load(builder: Any, address: Any) -> Any:
-    """16 floats from an address."""
-    return load_ir(builder, address)
-
-
-@ir_function(types.void(types.int64, FLOATS))
-def store(builder: Any, address: Any, value: Any) -> None:
-    """16 floats to an address."""
-    store_ir(builder, address, value)
-
-
-@ir_function(types.void(types.int64, FLOATS))
+@ir_function(STORES)
 def store_half(builder: Any, address: Any, value: Any) -> None:
     """Lanes 0..7 to an address."""
     store_ir(builder, address, shuffle_ir(builder, value, value, range(LANES // 2)))

@@ -258,15 +258,13 @@ def widened(builder: Any, code: Any, source: Any, depth: Any, target: Any) -> No
         return widen_ir(builder, raw, kind)
 
     def save(floats: Any, index: Any) -> None:
-        offset = builder.mul(index, I64(VECTOR_BYTES))
-        store_ir(builder, builder.add(target, offset), floats)
+        store_ir(builder, builder.add(target, builder.mul(index, I64(VECTOR_BYTES))), floats)
 
     def loop(kind: str, item: int) -> None:
         with cgutils.for_range(builder, whole) as each:
             save(load(kind, item, each.index, LANES), each.index)
         with builder.if_then(builder.icmp_signed("<", builder.mul(whole, I64(LANES)), depth)):
             half = load(kind, item, whole, STEP)
-            zeros = constant(ir.VectorType(F32, STEP), 0.0)
-            save(concat_ir(builder, [half, zeros]), whole)
+            save(concat_ir(builder, [half, constant(half.type, 0.0)]), whole)
 
     each_format(builder, code, loop)

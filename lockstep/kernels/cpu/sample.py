@@ -6,9 +6,9 @@ by score and then by id, everywhere; probabilities are integers in units of 2^-4
 exact and have no order. Called through the table, ops.py.
 """
 
-import functools
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,10 +75,10 @@ def first_best(x: Any) -> Any:
     top, state = peak(x)
     if state != f.OK:
         return f.NO_TOKEN, state
-    for i in range(len(x)):
-        if key_of(x[i]) == top:
-            return i, f.OK
-    return f.NO_TOKEN, f.EMPTY
+    token = 0
+    while key_of(x[token]) != top:
+        token += 1
+    return token, f.OK
 
 
 def exponential(x: Any, top: Any) -> Any:
@@ -180,8 +180,7 @@ def noisy_best(x: Any, counter: Any) -> Any:
     best, token = MINUS_INF, f.NO_TOKEN
     for first in range(0, len(x), 4 * GROUPS):
         part = x[first : first + 4 * GROUPS]
-        bound = score_of(largest_key(part))
-        if beaten(bound, best):
+        if beaten(score_of(largest_key(part)), best):
             continue
         block_noise(first, counter, words, noise)
         for i in range(len(part)):
@@ -299,7 +298,4 @@ def build(**replaced: Callable[..., Any]) -> Any:
     return threads.kernel("sampling", names["unit"], cache=not replaced)
 
 
-@functools.cache
-def compiled() -> Any:
-    """The kernel of this machine."""
-    return build()
+compiled = cache(lambda: build())  # the kernel of this machine

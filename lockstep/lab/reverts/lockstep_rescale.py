@@ -14,9 +14,7 @@ Mechanism:
    is multiplied each time.
 4. How many such tiles there are depends on the block, so on the chunk and the batch.
 Key functions:
-The kernel texts `rescale`, which takes the difference of the maxima first, and
-`online_softmax_rows`, which leaves a row alone that sees nothing.
-Either one suffices; the revert removes both.
+The kernel text `rescale`, which takes the difference of the maxima first.
 Symptom:
 Values are right to within rounding. Bits depend on the chunking.
 Risk and impact:
@@ -30,7 +28,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.kernels.cpu import attend
-from lockstep.kernels.cpu.attend import online_softmax
 from lockstep.kernels.cpu.elementary import exp2
 from lockstep.kernels.cpu.lanes import fma, mul
 
@@ -46,15 +43,9 @@ def rescale(m: Any, m_new: Any, c: Any) -> Any:
     return exp2(fma(m, c, -mul(m_new, c)))
 
 
-def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
-    """Every row goes through the tile, seen or not."""
-    for r in range(row, row + rows):
-        online_softmax(job, scratch, r)
-
-
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def kernel() -> Any:
-        return attend.build(rescale=rescale, online_softmax_rows=online_softmax_rows)
+        return attend.build(rescale=rescale)
 
     return kernel
