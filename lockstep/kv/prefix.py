@@ -145,21 +145,18 @@ class Prefix:
                 counts = f"{pool.refs[wrong]} holds, {holds[wrong]} known holders"
                 got = f"group {g}, pages {wrong}: {counts}"
                 raise RuleError("every hold has a holder", got, OUR_BUG)
-            if g in self.groups:
-                self._check_group(g, nodes, kept)
+            order = set(self._order.get(g, ()))
+            marks = np.bincount(np.array(kept, np.int64), minlength=pool.num_pages)
+            if order != {n for n in nodes if n.pages[g]} or (marks != pool.kept).any():
+                found = f"group {g}: {len(kept)} pages in {len(nodes)} nodes"
+                got = f"{found}, {int(pool.kept.sum())} kept, {len(order)} ordered"
+                raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
+            lens = {len(n.pages[g]) for n in nodes if n.end and g in self._groups_of(n)}
+            spec = self.specs[g]
+            if spec.window is None and lens - {self.unit // spec.page_size}:
+                raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._useless, nodes)):
             raise RuleError("a leaf that cannot be matched is removed", "one that is not", OUR_BUG)
-
-    def _check_group(self, g: int, nodes: list[Node], pages: list[int]) -> None:
-        pool, order, spec = self.groups[g], self._order[g], self.specs[g]
-        marks = np.bincount(np.array(pages, np.int64), minlength=pool.num_pages)
-        if set(order) != {node for node in nodes if node.pages[g]} or (marks != pool.kept).any():
-            held = f"group {g}: {len(pages)} pages in {len(nodes)} nodes"
-            got = f"{held}, {int(pool.kept.sum())} kept, {len(order)} ordered"
-            raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
-        full = [node for node in nodes if node.end and g in self._groups_of(node)]
-        if spec.window is None and any(len(n.pages[g]) * spec.page_size != self.unit for n in full):
-            raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
 
     def _child(self, node: Node, key: Ids | Root, end: int) -> Node:
         if key not in node.children:

@@ -105,13 +105,15 @@ class PagePool:
             raise RuleError("every page is free or held, never both", got, OUR_BUG)
 
 
+Pools = Sequence[PagePool | None]  # one per group; a group without a pool keeps nothing
+
+
 @dataclass(frozen=True, eq=False)
 class CacheGroups:
-    """The groups of an engine and their pages; `drafts` are a draft model's; one without a pool
-    keeps nothing."""
+    """The groups of an engine and their pages; `drafts` are a draft model's."""
 
     specs: Sequence[GroupSpec]
-    pools: Sequence[PagePool | None]
+    pools: Pools
     drafts: Sequence[int] = ()
 
     @cached_property

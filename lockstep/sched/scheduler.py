@@ -8,15 +8,15 @@ pages and order, never a tensor or what a token means.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from lockstep.config import EngineConfig
 from lockstep.kv.prefix import Prefix, Root
-from lockstep.kv.tables import CacheGroups, PagePool, PageTable, pages_for, peak_pages
-from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
+from lockstep.kv.tables import CacheGroups, PageTable, Pools, pages_for, peak_pages
+from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, Kinds, group_specs
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
@@ -39,13 +39,7 @@ class Scheduler:
     """`resume` and `abort` requests at any time; `schedule` a step, `advance` when it is launched,
     `settle` it; again until `schedule` returns None and nothing is left to settle."""
 
-    def __init__(
-        self,
-        kinds: Mapping[str, StepKind],
-        pools: Sequence[PagePool | None],
-        config: EngineConfig,
-        arrivals: int = 0,
-    ) -> None:
+    def __init__(self, kinds: Kinds, pools: Pools, config: EngineConfig, arrivals: int = 0) -> None:
         self.kinds, self.pools, self.config = kinds, tuple(pools), config
         self.specs = group_specs(kinds.values())
         drafts = kinds[DRAFT].groups if DRAFT in kinds else ()
