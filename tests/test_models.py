@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lockstep.config import EngineConfig
 from lockstep.models.loader import load, model_types
+from lockstep.run.kind import EMBED
 from lockstep.types import RuleError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -594,7 +595,5 @@ def test_layers_that_keep_and_see_alike_share_a_group(tmp_path):
         (None, 1, 4, "bfloat16"),
     ]
     assert [(p.group, p.layer) for p in variant.model.layer_map] == [(0, 0), (1, 0), (0, 1)]
-    assert [(g.window, g.layout) for g in variant.model.fresh_groups()] == [
-        (9, "fresh"),
-        (None, "fresh"),
-    ]
+    embed = Engine(variant.model).kinds[EMBED]
+    assert [(g.window, g.layout) for g in embed.specs] == [(9, "fresh"), (None, "fresh")]

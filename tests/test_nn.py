@@ -187,7 +187,7 @@ def test_norms_are_row_invariant(width):
 
 
 def cos_sin(turn: rope.Rope, positions: Tensor) -> CosSin:
-    return OPS.rope_cos_sin(positions, turn.freqs(OPS.device), turn.factor)
+    return OPS.rope_cos_sin(positions, torch.tensor(turn.inv_freq), turn.factor)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

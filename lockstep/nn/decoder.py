@@ -4,10 +4,11 @@ Encoders and encoder-decoders are made of `PostBlock`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from lockstep.nn.attention import (
@@ -27,7 +28,7 @@ from lockstep.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, RMSSpec, W
 from lockstep.nn.mlp import Mlp, MlpSpec, Moe, MoeSpec
 from lockstep.nn.rope import Rope
 from lockstep.ops import Ops
-from lockstep.types import Layout, RuleError
+from lockstep.types import RuleError
 
 # the norms of a block, as the files call them
 NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
@@ -41,8 +42,7 @@ SANDWICH_NORMS = NORMS | {
 @dataclass(frozen=True, eq=False)
 class Model(ABC):
     """What runs a model sees of it: ids [T], positions [T] and a lowered step → hidden [T, d] →
-    logits, if it has a head, or embeddings. A step's plan is built with `groups`, or with
-    `fresh_groups` where nothing is kept."""
+    logits, if it has a head, or embeddings. A generating step's plan is built with `groups`."""
 
     ops: Ops
     head: Linear | None
@@ -77,10 +77,6 @@ class Model(ABC):
         """The KV groups of a generating step."""
         return groups_of(self.attentions, page_size, kv_dtype)[0]
 
-    def fresh_groups(self) -> Groups:
-        """Of an embedding step, which keeps nothing; the layer map is the same."""
-        return tuple(replace(g, layout=Layout.FRESH) for g in self.groups())
-
     @property
     def layer_map(self) -> LayerMap:
         """Attention layer → (group, layer in it)."""
@@ -94,7 +90,8 @@ class Model(ABC):
     @cached_property
     def _freqs(self) -> dict[Rope, Tensor]:
         ropes = {layer.spec.rope for layer in self.attentions}
-        return {rope: rope.freqs(self.ops.device) for rope in ropes if rope}
+        tensor = partial(torch.tensor, dtype=torch.float32, device=self.ops.device)
+        return {rope: tensor(rope.inv_freq) for rope in ropes if rope}
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,6 @@ class DecoderSpec:
             weights.skip(pattern)
         table = w.rows("embed_tokens.weight", self.vocab_size, self.hidden)
         blocks = [b.build(w.at("layers", i), i, self.norm) for i, b in enumerate(self.blocks)]
-        norm = self.norm.build(w, "norm", self.hidden)
         head: Linear | None = None
         if self.tied:
             weights.skip(r"lm_head\.weight")
@@ -148,7 +144,7 @@ class DecoderSpec:
             spec=self,
             embedding=Embedding(table, w.ops, self.embed_scale),
             blocks=tuple(blocks),
-            norm=norm,
+            norm=self.norm.build(w, "norm", self.hidden),
         )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.order import LARGEST_ANGLE
 from lockstep.types import RuleError
@@ -36,10 +35,6 @@ class Rope:
 
     def __hash__(self) -> int:  # looked up in every layer of every step
         return hash((self.inv_freq[-1], self.factor, self.interleaved))
-
-    def freqs(self, device: torch.device) -> Tensor:
-        """inv_freq as a tensor, float32 [dim/2]."""
-        return torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
 
 
 def make(params: Params, dim: int, max_position: int, interleaved: bool = False) -> Rope:

@@ -6,10 +6,10 @@ models of an engine, which makes kinds; the scheduler puts one into every step. 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.types import GroupSpec, RuleError
+from lockstep.types import GroupSpec, Layout, RuleError
 
 if TYPE_CHECKING:
     from lockstep.models.bart import Bart
@@ -62,7 +62,8 @@ def kinds_of(
         encoder = cast("Bart", model)
         made.append((ENCODE, *encoder.encoder_groups(page_size, kv_dtype), encoder.encode))
     else:
-        made.append((EMBED, model.fresh_groups(), model.layer_map, model))
+        fresh = tuple(replace(group, layout=Layout.FRESH) for group in model.groups())
+        made.append((EMBED, fresh, model.layer_map, model))
     number: dict[GroupSpec, int] = {}
     return {
         name: StepKind(
