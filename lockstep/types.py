@@ -85,8 +85,7 @@ class Layout(StrEnum):
     FRESH = "fresh"  # no cache: the keys of a request are its own rows of this step
 
 
-@dataclass(frozen=True)
-class KvFormat:
+class KvFormat(NamedTuple):
     """How a number of the cache is stored."""
 
     code: int  # what kernels know the format by

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ class AttentionContext(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None: ...
 
 
-@dataclass(frozen=True)
-class GroupLayer:
+class GroupLayer(NamedTuple):
     """Where a layer's attention happens: a group, and the layer's number in it."""
 
     group: int

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -114,8 +114,7 @@ def one_of_each(model: Model) -> Model:
     return model
 
 
-@dataclass(frozen=True)
-class RowRange:
+class RowRange(NamedTuple):
     """One request of a step: rows [begin, end) of the sequence behind its keys [0, begin).
     `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 two equal chains."""
 
@@ -138,8 +137,7 @@ class RowRange:
         return nodes if self.branches else None
 
 
-@dataclass(frozen=True)
-class Edges:
+class Edges(NamedTuple):
     """A sequence that crosses positions at which the order of a sum changes. [0, whole) is
     computed; the rows of `runs`, ranges [begin, end), alone as well; where these lie behind
     `whole`, around a window's edge, copies of keys fill the space between."""
@@ -426,10 +424,10 @@ def large(rows: int, nth: int, whole: int) -> list[RowRange]:
     The first of these chunks is short: between half a tile and a little more than one.
     """
     prefix = min(nth % 2 * (7 * nth + 1), whole // 2)
-    out = [RowRange(whole - 1, whole)] if prefix else []
+    out: list[RowRange] = []
     if prefix:
         short = min(ROWS // 2 + 5 * nth, whole - prefix, rows - 1)
-        out.append(RowRange(prefix, prefix + short))
+        out = [RowRange(whole - 1, whole), RowRange(prefix, prefix + short)]
     left = rows - sum(part.rows for part in out)
     while left > 0:
         end = min(prefix + left, whole)
