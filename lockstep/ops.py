@@ -89,12 +89,8 @@ class Routing:
 
     def __post_init__(self) -> None:
         counts = (self.k, self.experts, self.groups, self.keep)
-        if (
-            min(counts) < 1
-            or self.keep > self.groups
-            or self.experts % self.groups
-            or self.k > self.experts // self.groups * self.keep
-        ):
+        enough = self.keep <= self.groups and self.k * self.groups <= self.experts * self.keep
+        if min(counts) < 1 or self.experts % self.groups or not enough:
             got = f"k={self.k} of {self.experts} experts, {self.keep} of {self.groups} groups"
             rule = "a router picks some of its experts, from some of their equal groups"
             raise RuleError(rule, got, "Check config.json")

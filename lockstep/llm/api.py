@@ -62,7 +62,6 @@ class LLM:
         if on_done is not None and not callable(on_done):
             rule = "on_done is called without arguments"
             raise RuleError(rule, shown(on_done), "Pass a function, or leave it out")
-
         add, each = self.engine.add, zip(many, asked, levels, strict=True)
         adds = [partial(add, self._ids(p), wish, priority=level) for p, wish, level in each]
         return self._outputs(adds, on_done)

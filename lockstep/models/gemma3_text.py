@@ -16,6 +16,5 @@ def describe(config: Config) -> DecoderSpec:
     norm = RMSSpec(config.rms_norm_eps, plus_one=True)
     kinds = {}
     for kind in set(config.layer_types):
-        attn = gemma2.attention(config, config.rope_parameters[kind])
-        kinds[kind] = replace(attn, qk_norm=norm)
+        kinds[kind] = replace(gemma2.attention(config, config.rope_parameters[kind]), qk_norm=norm)
     return gemma2.decoder(config, [kinds[k] for k in config.layer_types])

@@ -34,6 +34,7 @@ from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 T = TypeVar("T")
 ON_CPU = EngineConfig(device="cpu")
 Entries = Mapping[str, "Entry"]
+Build = Callable[[WeightSource], T]  # what makes it of weights
 # such a config.json is read as it is, without importing transformers for its defaults
 STATED = "lockstep_states_every_field"
 CHECK_PATH, CHECK_FILE = "Check the path", "Check the file"
@@ -111,10 +112,7 @@ def load(path_or_id: str | Path, options: EngineConfig = ON_CPU) -> Loaded:
 
 
 def built(
-    described: Callable[[], Callable[[WeightSource], T]],
-    what: str,
-    entries: Entries | None,
-    ops: Ops,
+    described: Callable[[], Build[T]], what: str, entries: Entries | None, ops: Ops
 ) -> tuple[T, str]:
     """What `described()` makes of weights, and their digest: made once without numbers, to see that
     the files hold all that it asks for and nothing else, then of what they hold. Without files

@@ -121,7 +121,6 @@ class MoeSpec:
         name = f"{self.router}.e_score_correction_bias"
         correction = w.tensor(name, n) if self.correction else None
         up, down = (self.load or one_by_one)(w.at("experts"), n, expert)
-        shared = self.shared.build(w.at("shared_experts")) if self.shared else None
         if self.gate is None:
             act = partial(w.ops.act_and_mul, act=activation(expert.act))
         else:
@@ -133,7 +132,7 @@ class MoeSpec:
             up=w.pack(*up),
             down=w.pack(*down),
             act=act,
-            shared=shared,
+            shared=self.shared.build(w.at("shared_experts")) if self.shared else None,
             ops=w.ops,
         )
 
