@@ -223,28 +223,34 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     tables.update(work.pages)
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
     rows = Rows(frozen(positions), frozen(positions + 1 - shape.list_lens))
-    groups = tuple([_group(g, tables, work, rows) for g in range(len(specs))])
+    groups = [_group(g, tables, work, rows) for g in range(len(specs))]
     paged = [group if isinstance(group, PagedGroup) else None for group in groups]
-    real = Real(len(work), len(positions), len(shape.emit))
     bucket = Bucket(
-        requests=real.requests,
-        tokens=real.tokens,
+        requests=len(work),
+        tokens=len(positions),
         width=shape.width,
-        emits=real.emits,
+        emits=len(shape.emit),
         tail=shape.tail,
         pages=tuple([len(group.page_ids) if group else 0 for group in paged]),
         writes=tuple([len(group.write_slots) if group else 0 for group in paged]),
         moves=tuple([len(group.moves) if group else 0 for group in paged]),
     )
+    return _plan(shape, rows, groups, bucket)
+
+
+def _plan(
+    shape: BatchShape, rows: Rows, groups: Sequence[PagedGroup | FreshGroup], bucket: Bucket
+) -> StepPlan:
+    """Without padding: the bucket counts what is real."""
     return StepPlan(
         q_indptr=shape.q_indptr,
         positions=rows.positions,
         start=rows.start,
         tail_indptr=shape.tail_indptr,
         emit=shape.emit,
-        groups=groups,
+        groups=tuple(groups),
         bucket=bucket,
-        real=real,
+        real=Real(bucket.requests, bucket.tokens, bucket.emits),
     )
 
 
@@ -267,16 +273,9 @@ def cut(plan: StepPlan, shapes: Sequence[BatchShape]) -> Iterator[StepPlan]:
         ]
         tokens, emits = len(these), len(shape.emit)
         writes = (tokens,) * len(groups)
-        yield StepPlan(
-            q_indptr=shape.q_indptr,
-            positions=frozen(positions),
-            start=frozen(positions + np.int32(1)),
-            tail_indptr=shape.tail_indptr,
-            emit=shape.emit,
-            groups=tuple(groups),
-            bucket=replace(b, tokens=tokens, width=shape.width, emits=emits, writes=writes),
-            real=Real(b.requests, tokens, emits),
-        )
+        bucket = replace(b, tokens=tokens, width=shape.width, emits=emits, writes=writes)
+        starts = frozen(positions + np.int32(1))
+        yield _plan(shape, Rows(frozen(positions), starts), groups, bucket)
 
 
 def join(ids: Any, ends: Any, out: Any) -> None:

@@ -79,9 +79,8 @@ class Accepted(NamedTuple):
 
     def cut(self, most: int) -> tuple[tuple[int, ...], str | None]:
         """The tokens that count, if `most` are wanted, and why the completion ends with them."""
-        stop_len = self.stop_len
-        if stop_len is not None and stop_len <= most:
-            return self.token_ids[:stop_len], "stop"
+        if self.stop_len is not None and self.stop_len <= most:
+            return self.token_ids[: self.stop_len], "stop"
         if len(self.token_ids) < most:
             return self.token_ids, None
         return self.token_ids[:most], "length"

@@ -265,7 +265,8 @@ class ModelDraft:
         hidden = [each for state in kept for each in state.hidden]
         if not hidden:
             return
-        every = self._gathered(hidden, [row for state in kept for row in state.rows])
+        rows_of_all = [row for state in kept for row in state.rows]
+        every = self._gathered(hidden, rows_of_all).clone()
         for table, state in zip(tables, kept, strict=True):
             rows = tuple(range(at, at + len(state.rows)))
             table.draft_state = DraftState(state.begin, (every,) * len(rows), rows, state.shares)
