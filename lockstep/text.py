@@ -220,5 +220,5 @@ class Stream:
         if self.ended:
             return TextPiece("")
         self.ended = True
-        piece = self.stops.feed(self.detok.finish())
-        return piece if piece.stop is not None else TextPiece(piece.text + self.stops.skip())
+        text, stop = self.stops.feed(self.detok.finish())
+        return TextPiece(text + self.stops.skip(), stop)

@@ -70,7 +70,7 @@ class Model(ABC):
         return self.head(hidden)
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        """Embeddings of whole requests, [B, d] float32 of length 1; `how`: `layers.POOLINGS`."""
+        """Embeddings of whole requests, [B, d] float32 of length 1; `how`: see `layers.pool`."""
         return pool(self.ops, hidden, q_indptr, how or self.pooling)
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> Groups:

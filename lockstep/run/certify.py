@@ -92,8 +92,8 @@ class Subject:
         split = tile_and_split(group_specs(self.kinds.values()), self.device_class)[1]
         largest = max(sizes[-1], 2 * split)
         grids = (sizes, self.config.request_bucket_sizes, self.config.emit_bucket_sizes)
-        wide = [None if grid is None else tuple(sorted({*grid, largest})) for grid in grids]
-        return Buckets(tokens=wide[0] or sizes, requests=wide[1], emits=wide[2])
+        wide = [tuple(sorted({*(grid or sizes), largest})) for grid in grids]
+        return Buckets(tokens=wide[0], requests=wide[1], emits=wide[2])
 
 
 def one_of_each(model: Model) -> Model:
