@@ -4,7 +4,7 @@ states the order in words. A class of devices has a name for its own; a changed 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # a tile's row sum: lane j adds keys j, j+16, ... ascending; then lanes fold 8+8, 4+4, 2+2, 1+1
 LANES = 16
@@ -57,8 +57,7 @@ def even(length: int) -> Splits:
     return Splits(count0=0, len0=length, len1=length)
 
 
-@dataclass(frozen=True)
-class AttentionOrder:
+class AttentionOrder(NamedTuple):
     """Tile and splits of one head size on one device class."""
 
     tile: int

@@ -273,7 +273,7 @@ def test_every_rule_is_found_broken_by_name():
     bad = {
         rules.Q_RISES: replace(plain, q_indptr=moved(plain.q_indptr, at1=far + 1)),
         rules.TAILS_RISE: replace(plain, tail_indptr=moved(plain.tail_indptr, at0=1)),
-        rules.REAL_FIRST: replace(plain, real=replace(plain.real, requests=1)),
+        rules.REAL_FIRST: replace(plain, real=plain.real._replace(requests=1)),
         rules.NOT_NEGATIVE: replace(
             plain, positions=moved(plain.positions, at0=-1), start=moved(plain.start, at0=0)
         ),

@@ -12,7 +12,7 @@ step and `insert` after each one.
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from lockstep.types import OUR_BUG, RuleError
 Ids = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Root:
+class Root(NamedTuple):
     """What keys depend on besides the tokens before them: requests share nothing across roots."""
 
     tenant: str = ""

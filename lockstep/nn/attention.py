@@ -233,9 +233,7 @@ class Latent:
 
 
 Attention = Dense | Latent | Cross
-Groups = tuple[GroupSpec, ...]
-LayerMap = tuple[GroupLayer, ...]
-Grouped = tuple[Groups, LayerMap]
+Grouped = tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]
 
 
 def groups_of(

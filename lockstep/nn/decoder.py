@@ -18,17 +18,16 @@ from lockstep.nn.attention import (
     Cross,
     Dense,
     DenseSpec,
-    Groups,
+    GroupLayer,
     Latent,
     LatentSpec,
-    LayerMap,
     groups_of,
 )
 from lockstep.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, RMSSpec, WeightSource, pool
 from lockstep.nn.mlp import Mlp, MlpSpec, Moe, MoeSpec
 from lockstep.nn.rope import Rope
 from lockstep.ops import Ops
-from lockstep.types import RuleError
+from lockstep.types import GroupSpec, RuleError
 
 # the norms of a block, as the files call them
 NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
@@ -73,12 +72,12 @@ class Model(ABC):
         """Embeddings of whole requests, [B, d] float32 of length 1; `how`: see `layers.pool`."""
         return pool(self.ops, hidden, q_indptr, how or self.pooling)
 
-    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
+    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
         """The KV groups of a generating step."""
         return groups_of(self.attentions, page_size, kv_dtype)[0]
 
     @property
-    def layer_map(self) -> LayerMap:
+    def layer_map(self) -> tuple[GroupLayer, ...]:
         """Attention layer → (group, layer in it)."""
         return groups_of(self.attentions)[1]
 

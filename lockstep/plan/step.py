@@ -8,7 +8,7 @@ judges them. No token ids, no torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,7 @@ class Bucket:
         return replace(self, pages=(pages,), writes=(writes,), moves=(moves,))
 
 
-@dataclass(frozen=True)
-class Real:
+class Real(NamedTuple):
     """The counts before padding; real entries come first."""
 
     requests: int
