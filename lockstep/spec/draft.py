@@ -19,7 +19,6 @@ from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree, Request
 
 NO_DRAFT = DraftTree((), ())
-LAG = 16  # of `Draft.lag`
 
 
 class DraftRequest(NamedTuple):
@@ -52,14 +51,14 @@ class SettledStep(NamedTuple):
 
 class Draft(Protocol):
     """Guesses what follows. What it knows of a request's keys it keeps with their table
-    (`PageTable.draft_state`): a preempted request begins anew. `knows_chances`: it ends a chain by
-    `DraftRequest.go_on`. `lag`: of how many steps, in which the same requests decode plainly, it is
-    told at once."""
+    (`PageTable.draft_state`): a preempted request begins anew."""
 
-    lag: int
+    lag: int = 16  # steps in which the same requests decode plainly, of which it is told at once
 
     @property
-    def knows_chances(self) -> bool: ...
+    def knows_chances(self) -> bool:
+        """Whether it ends a chain by `DraftRequest.go_on`."""
+        return False
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """A tree for each: tokens that may follow the last one, parents before their children,

@@ -29,7 +29,6 @@ from lockstep.types import RuleError, shown
 ARCHITECTURE = "LlamaForCausalLMEagle"
 MAPS = ("d2t", "t2d")  # tensors of a head that are no weights
 OTHERS = ("norm_before_residual", "norm_before_fc")  # fields of layouts that are not this one
-REMEDY = "Use the head that was made for this model"
 
 Raw = Mapping[str, Any]  # what a config.json says
 
@@ -225,7 +224,7 @@ def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> N
     for name, (size, wanted) in sizes.items():
         if size != wanted:
             rule = f"{name} of a head is that of the model that it drafts for, {wanted}"
-            raise RuleError(rule, shown(size), REMEDY)
+            raise RuleError(rule, shown(size), "Use the head that was made for this model")
     if raw.get("num_hidden_layers") != 1:
         rule = "a head has one layer"
         raise RuleError(rule, shown(raw.get("num_hidden_layers")), "Use one of one layer")

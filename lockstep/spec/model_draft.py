@@ -27,11 +27,11 @@ from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
 from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
 from lockstep.sample import sampler
-from lockstep.sample.formulas import NO_TOKEN, counter
+from lockstep.sample.formulas import NO_TOKEN
 from lockstep.sample.sampler import RowBatch, RowParams, Settings
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec.depth import Chances
-from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, SettledStep
+from lockstep.spec.draft import NO_DRAFT, Draft, DraftModel, DraftRequest, SettledStep
 
 KEPT, LEAST = 1 << 11, 8  # states that are kept for the requests of a step, and for each at least
 LIKELY = 64  # tokens of a row that a tree is made of
@@ -146,7 +146,7 @@ class ModelDraft:
         self.ahead = int(bool(model.target_layers))
         # a window's pages go by the target's length: nothing may be missing behind it
         self.eager = any(spec.window is not None for spec in model.kind.specs)
-        self.lag = 1 if self.eager else LAG
+        self.lag = 1 if self.eager else Draft.lag
         self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
         # which the next step verifies; once that is launched, the early ones behind them
@@ -328,15 +328,12 @@ class ModelDraft:
         self, asks: Sequence[DraftRequest], how: Settings | None = None, guesses: int = 0
     ) -> StepOutput:
         """The rows up to the last token of all who ask, the last ones in one step."""
-        even, most = 0, self.steps + 1
-        if self.runner.even:
-            even = self.steps + max(guesses, 1)
-        elif most * len(asks) > self.rows:
-            most = 1
         ends = {ask.request: self._end(ask.request) for ask in asks}
+        most = min(self.steps + 1, self.rows // len(asks))
         late = {r: end - 1 for r, end in ends.items() if end - table_of(r).draft_len > most}
         self._catch_up(late)
-        return self._extend(ends, even, how, guesses)
+        width = self.steps + max(guesses, 1) if self.runner.even else 0
+        return self._extend(ends, width, how, guesses)
 
     # -- guesses
 
@@ -512,12 +509,11 @@ def best(
     draft and with the row's own noise."""
     scores = sampler.apply_penalties(logits.float(), batch, eos_ids)
     scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
-    heated = [r for r, params in enumerate(batch.how.params) if params.temperature > 0]
-    if heated:
-        device, hot = scores.device, [batch.row(r) for r in heated]
-        heat = torch.tensor([row.params.temperature for row in hot], device=device)
-        keys = [counter(r.params.seed or 0, r.params.sample_index, r.position) for r in hot]
-        drawn = sampler.noise_of(torch.tensor(keys, device=device), ids[heated])
-        scores[heated] = scores[heated] / heat[:, None] + drawn
+    floats, ints, _ = sampler.settings(batch, logits.shape[1])
+    temperatures, counters = floats[:, :1].float(), ints[:, 1:]
+    if temperatures.any():
+        heat = sent(temperatures, scores.device)
+        noise = sampler.noise_of(sent(counters, scores.device), ids)
+        scores = torch.where(heat > 0, scores / heat + noise, scores)
     top = torch.log_softmax(scores, -1).topk(min(k, scores.shape[1]))
     return top.values.tolist(), ids.gather(1, top.indices).tolist()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from lockstep.sched.request import DraftTree, Request
-from lockstep.spec.draft import LAG, NO_DRAFT, Draft, DraftRequest
+from lockstep.spec.draft import NO_DRAFT, Draft, DraftRequest
 
 LONGEST, SHORTEST = 5, 2  # tokens that have to be the same
 
@@ -33,8 +33,6 @@ class Index:
 
 class NgramDraft(Draft):
     """A chain of tokens that were there before: they are looked at when it is wanted."""
-
-    knows_chances, lag = False, LAG
 
     def __init__(self) -> None:
         self._indexes: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()

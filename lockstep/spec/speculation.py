@@ -293,11 +293,8 @@ def evened(
 def drafting(rows: ScheduledRows) -> list[Request]:
     """Whose keys some rows became: the request's, if it still has its pages, and those of
     completions that were forked off behind them."""
-    request, own = rows.request, list[Request]()
-    if not request.spec.speculative:
-        return own
-    if request.table is rows.table:
-        own.append(request)
+    request = rows.request
+    own = [request] if request.table is rows.table else []
     if rows.samples > 1:
         own += [each for each in request.siblings if each is not request and each.running]
-    return own
+    return own if request.spec.speculative else []
