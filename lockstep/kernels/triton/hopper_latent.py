@@ -142,4 +142,4 @@ def latent_kernel(
     gl.warp_specialize([
         (consumer, (call, work, room, states)),
         (producer, (call, work, k_desc, ring, rest_pages)),
-    ], [1], [40])  # fmt: skip
+    ], [1], [24])  # fmt: skip
