@@ -218,13 +218,14 @@ def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
     for _ in range(3):
         made.step()
     (request,), draft = made.scheduler.running, made.speculation.draft
-    made.scheduler.make_room(request, 5, 0)
+    most = draft.steps
+    made.scheduler.make_room(request, most + 1, 0)
     lengths = {}
     for go_on in (0.0, 1e-9, 0.02, 1.0):
-        (tree,) = draft.propose([DraftRequest(request, PLAIN, 4, 4, go_on)])
+        (tree,) = draft.propose([DraftRequest(request, PLAIN, most, most, go_on)])
         lengths[go_on] = len(tree.token_ids)
-    assert lengths[0.0] == lengths[1e-9] == 4 and lengths[1.0] == 1, lengths
-    assert 1 <= lengths[0.02] <= 4
+    assert lengths[0.0] == lengths[1e-9] == most and lengths[1.0] == 1, lengths
+    assert 1 <= lengths[0.02] <= most
 
 
 def test_a_guess_more_is_worth_its_row_and_its_step():
@@ -235,7 +236,8 @@ def test_a_guess_more_is_worth_its_row_and_its_step():
         costs.step(4, 6.0 * cold)
         costs.draft.add(3, 1.5 * cold)
     assert costs.row_s == pytest.approx(0.5), "cold times say nothing"
-    assert costs.go_on == pytest.approx((0.5 + 0.5) / 4.0)
+    assert costs.go_on == pytest.approx(0.5 / 4.0), "drafts of one depth say nothing of others"
+    assert costs.first_s == pytest.approx(1.5), "and cost the same at any"
     for _ in range(3):
         costs.draft.add(6, 2.4)
     assert costs.guess_s == pytest.approx(0.3), "three guesses more cost 0.9"

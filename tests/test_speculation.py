@@ -38,7 +38,7 @@ from lockstep.llm.generation import Generation
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
 from lockstep.plan.bucket import Buckets
-from lockstep.plan.build import RequestWork, build, single_rows
+from lockstep.plan.build import RequestWork, build, cut
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE
@@ -370,8 +370,11 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
         views = [table.views(tuple(range(len(specs)))) for table in tables]
         return build(specs, [RequestWork(n, width, own) for n, own in zip(lens, views)])
 
-    steps = list(single_rows(planned((5, 9), 4), model_draft.shape_of((1, 1))))
-    assert len(steps) == 4
+    one, two = model_draft.shape_of((1, 1)), model_draft.shape_of((2, 2))
+    first, *_ = cut(planned((5, 9), 4), [two, one])
+    assert first.positions.tolist() == [5, 6, 9, 10] and first.groups[0].kv_lens.tolist() == [7, 11]
+    check(first, (32,) * len(specs))
+    steps = list(cut(planned((5, 9), 4), [one] * 4))
     for nth, step in enumerate(steps):
         alone = planned((5 + nth, 9 + nth), 1)
         check(step, (32,) * len(specs))
@@ -382,7 +385,7 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
             for name in names:
                 assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
     with pytest.raises(RuleError, match="as many plain rows each"):
-        next(single_rows(build(specs, []), model_draft.shape_of((1, 1))))
+        next(cut(build(specs, []), [one]))
 
 
 def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(monkeypatch):
@@ -472,7 +475,7 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
     speculation.adaptive, said = True, []
     speculation._say = said.append
     speculation.costs[1] = costs(1.0, 4.0)
-    speculation.costs[1].step = lambda depth, seconds: None
+    speculation.costs[1].step = lambda depth, seconds, replayed: None
     wrong = DraftTree((60, 60), (0, 1))
     asked: list[int] = []
 

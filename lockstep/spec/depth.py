@@ -132,7 +132,7 @@ class Costs:
     wide: Line = field(default_factory=Line)
     draft: Line = field(default_factory=Line)
 
-    def step(self, depth: float, seconds: float, replayed: bool) -> None:
+    def step(self, depth: float, seconds: float, replayed: bool = False) -> None:
         (self.wide if depth else self.plain).add(depth, seconds, replayed)
 
     @property
