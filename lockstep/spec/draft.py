@@ -53,7 +53,7 @@ class Draft(Protocol):
     """Guesses what follows. What it knows of a request's keys it keeps with their table
     (`PageTable.draft_state`): a preempted request begins anew."""
 
-    lag: int = 16  # steps in which the same requests decode plainly, of which it is told at once
+    lag: int = 64  # steps in which the same requests decode plainly, of which it is told at once
 
     @property
     def knows_chances(self) -> bool:

@@ -7,7 +7,7 @@ times and the draft; the engine calls it.
 """
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -80,8 +80,8 @@ class Speculation:
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._say: Callable[[str], None] | None = say
         self._begun = 0.0  # when the step was begun that is launched next
-        # the same of those under way, with their numbers, and how they were launched
-        self._begins: deque[tuple[int, float, int]] = deque(maxlen=4)
+        # the same of those under way, by their numbers, and how they were launched
+        self._begins: dict[int, tuple[float, int]] = {}
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
         # steps in which the same requests decoded plainly, of which the draft does not know yet
@@ -143,7 +143,7 @@ class Speculation:
     def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Tensor | None) -> None:
         """A step has been launched. Who only tries is not expected to go on; the others have room
         for the next chains, whatever is accepted, before anybody waits for these."""
-        self._begins.append((step.number, self._begun, self.runner.warmth))
+        self._begins[step.number] = self._begun, self.runner.warmth
         batch = step.batch
         if self._trying or not all(rows.chain for rows in batch.rows):
             return
@@ -155,9 +155,10 @@ class Speculation:
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
         batch, plain = step.batch, step.members == len(step.batch.rows)
-        begins = {number: (begun, warmth) for number, begun, warmth in self._begins}
-        (begun, warmth), now = begins.get(step.number, (self._begun, PLAIN)), time.perf_counter()
-        decodes = plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows)
+        begun, warmth = self._begins.pop(step.number, (self._begun, PLAIN))
+        now, decodes = time.perf_counter(), plain
+        if not plain:
+            decodes = all(rows.new_len == 1 or rows.parents for rows in batch.rows)
         if decodes and warmth != RECORDED:
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
             costs = self.costs[rounded(len(batch.rows))]
