@@ -39,10 +39,11 @@ SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
 # of a CPU: rows of each request in steps that are recorded: those that decode, draft and verify;
-# launches with as many requests before one is, which takes three times as long; tapes that are
-# kept, and bytes that they hold, about
+# how often a launch has come before it is, which takes three times as long, and launches that are
+# counted; tapes that are kept, and bytes that they hold, about
 NARROW = 16
-STEADY, TAPES, TAPE_BYTES = 3, 64, 1 << 28
+STEADY, SEEN = 3, 1024
+TAPES, TAPE_BYTES = 64, 1 << 28
 PLAIN, RECORDED, REPLAYED = range(3)  # how a launch was carried out
 
 
@@ -163,7 +164,7 @@ class Runner:
         self.tapes: dict[Signature, Tape | Graph] = {}
         self.every, self._room = every and self.studio is None, Room()
         self.warmth = PLAIN  # of the last launch: one that is recorded takes longer than ever again
-        self._before: dict[StepKind, tuple[int, int]] = {}  # requests, and launches with as many
+        self._seen = Counter[Signature]()  # launches of a CPU that are not recorded
         self._replays = Counter[str]()
         self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
 
@@ -404,10 +405,6 @@ class Runner:
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A known launch is replayed, a new one recorded, or run where it may stay alone."""
         tape = self.tapes.get(signature)
-        kind, requests = signature.kind, signature.bucket.requests
-        before, times = self._before.get(kind, (0, 0))
-        times = times + 1 if before == requests else 0
-        self._before[kind] = requests, times
         if tape is not None:
             self.warmth = REPLAYED
             tape.replay()
@@ -415,7 +412,7 @@ class Runner:
             self._replays[signature.called] += 1
             if signature.chain is not None:
                 self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
-        elif self.studio or self.every or times >= STEADY:
+        elif self.studio or self.every or self._seen[signature] >= STEADY:
             tape = Graph(self.studio) if self.studio else Tape(self._room)
             try:
                 tape.record(launch)
@@ -430,6 +427,9 @@ class Runner:
                 self._drop()
         else:
             self.warmth = PLAIN
+            self._seen[signature] += 1
+            if len(self._seen) > SEEN:
+                self._seen.clear()
             return launch()
         recorded: StepOutput = tape.output
         return recorded

@@ -17,7 +17,7 @@ PRIOR = 2.0  # drafts of others that a request's own begin with
 FIRST_CHANCE = 0.4  # from which on a chain goes on, of an engine that has seen nothing
 REST = 16  # steps until a resting request tries again; twice as many each time it fails
 LONGEST_REST = 256
-SMOOTH = 0.05  # weight of a new time
+SMOOTH, SHORTER = 0.05, 0.25  # weight of a new time, and of a shorter one: others only add to it
 SEEN = 3  # times that make one known: at first the shortest counts, the others found all cold
 OUTLIER = 1.5  # times above so many means count as that: one that waited for a prompt is no rule
 FLAT = 0.1  # variance of sizes that a slope is measured by, at least
@@ -108,7 +108,8 @@ class Line:
             return
         most, weight = self.y, 1.0
         if self.known:  # a deeper one may take longer
-            most, weight = OUTLIER * self.y * max(1.0, depth / max(self.x, 1.0)), SMOOTH
+            about = self.y * max(1.0, depth / max(self.x, 1.0))
+            most, weight = OUTLIER * about, SMOOTH if seconds > about else SHORTER
         seconds, self.count, old = min(seconds, most), self.count + 1, 1.0 - weight
         self.y = seconds if old == 0.0 else self.y * old + seconds * weight
         self.x = self.x * old + depth * weight

@@ -119,8 +119,8 @@ class Speculation:
                 ask.request.draft = tree
         deepest = max(ask.steps for ask in asks)
         self._begun = time.perf_counter()
-        if self.runner.warmth != RECORDED:
-            seconds = self._begun - begun
+        if self.runner.warmth != RECORDED and not (self._trying and costs.draft.replayed):
+            seconds = self._begun - begun  # who has rested catches up
             costs.draft.add(deepest, seconds, self.runner.warmth == REPLAYED)
 
     def hold(self, step: ScheduledStep) -> bool:

@@ -21,9 +21,11 @@ import os
 import threading
 import weakref
 from array import array
+from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from operator import itemgetter
 from time import perf_counter_ns
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -378,16 +380,17 @@ class Room:
     def __init__(self) -> None:
         self.memory = aligned(0)  # of workers
         self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size
-        # all, address and size: one that an interrupt has lost is not given to others
-        self.places: list[tuple[Any, int, int]] = []
+        # all by address, with their sizes: one that an interrupt has lost is not given to others
+        self.places: list[tuple[int, int, Any]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """A new tensor."""
         wanted = np.dtype(dtype).itemsize * math.prod(shape)
         size = 1 << max(wanted - 1, LINE).bit_length()
         if not self.free[size]:
-            self.places.append((*aligned(size), size))
-            self.free[size].append(self.places[-1][:2])
+            memory, at = aligned(size)
+            insort(self.places, (at, size, memory))
+            self.free[size].append((memory, at))
         block = self.free[size].pop()
         begin = block[1] - where(block[0])
         array = block[0][begin : begin + wanted].view(dtype).reshape(shape)
@@ -397,12 +400,13 @@ class Room:
     def used(self) -> int:
         """Bytes that somebody holds."""
         free = sum(size * len(blocks) for size, blocks in self.free.items())
-        return sum(size for *_, size in self.places) - free
+        return sum(size for _, size, _ in self.places) - free
 
     def holds(self, tensor: Any) -> bool:
         """Whether that is a tensor in this memory."""
         at = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
-        return any(begin <= at < begin + size for _, begin, size in self.places)
+        nth = bisect(self.places, at, key=itemgetter(0))
+        return nth > 0 and at < sum(self.places[nth - 1][:2])
 
 
 def setting() -> tuple[int, int]:
