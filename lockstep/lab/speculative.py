@@ -107,7 +107,8 @@ class Recorder:
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):
-            draft.model = Heard(draft.model, self.said)
+            heard: Any = Heard(draft.model, self.said)
+            draft.model = heard
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         self.said.clear()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lockstep.models import loader
 from lockstep.models.loader import Loaded
-from lockstep.run.kind import DRAFTS, GENERATE, kinds_of
+from lockstep.run.kind import DRAFTS
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.types import RuleError
 
@@ -27,7 +27,5 @@ def of(loaded: Loaded, setup: DraftSetup) -> DraftModel:
     if info.vocab_size != target.vocab_size:
         rule = f"a draft has the vocabulary of its target, {target.vocab_size} tokens"
         raise RuleError(rule, f"{info.vocab_size}", "Use one with the same tokenizer")
-    page_size, kv_dtype = setup.config.page_size, setup.config.kv_cache_dtype
-    kinds = kinds_of(model, info, page_size, kv_dtype, setup.first_group)
-    kind, extend = [replace(kinds[GENERATE], name=name) for name in DRAFTS]
+    kind, extend = [replace(setup.kind_of(model, info), name=name) for name in DRAFTS]
     return DraftModel(kind, extend, follow=extend)

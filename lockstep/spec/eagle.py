@@ -22,7 +22,7 @@ from lockstep.nn.attention import Attention, AttentionContext, Dense
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.nn.layers import Embedding, Linear, RMSNorm, RMSSpec, WeightSource
 from lockstep.nn.mlp import Mlp
-from lockstep.run.kind import DRAFT, EXTEND, StepKind
+from lockstep.run.kind import DRAFT, EXTEND
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.types import RuleError, shown
 
@@ -35,9 +35,7 @@ Raw = Mapping[str, Any]  # what a config.json says
 
 @dataclass(frozen=True, eq=False)
 class Head(Model):
-    """A step reads the states of its rows from `hidden` [rows, d], and one that extends the
-    target's from `states` [rows, layers * d]: memory that does not move, as a recorded launch
-    needs."""
+    """One layer behind the target's states; `hidden` and `states` as `DraftModel` says."""
 
     architecture: ClassVar[str]
     layer: ClassVar[str]  # what its weights are called
@@ -127,16 +125,8 @@ class Head(Model):
     @property
     def draft(self) -> DraftModel:
         """What its steps are."""
-        config = self.setup.config
-        kind = StepKind(
-            name=DRAFT,
-            model=self,
-            groups=(self.setup.first_group,),
-            specs=self.groups(config.page_size, config.kv_cache_dtype),
-            layer_map=self.layer_map,
-            forward=self.drafted,
-            hidden_layers=(0,),
-        )
+        kind = self.setup.kind_of(self, self.setup.target.info)
+        kind = replace(kind, name=DRAFT, forward=self.drafted, hidden_layers=(0,))
         return DraftModel(
             kind=kind,
             extend=replace(kind, name=EXTEND, forward=self.extended),
