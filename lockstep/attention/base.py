@@ -42,7 +42,10 @@ class Caps:
     # a launch may be recorded: it depends on the bucket, on what `lower` returned and on the
     # image's numbers where they lie, on nothing else
     graphs: bool = False
-    # it has `advance`
+    # it has `advance(handle, views, counters)`, for launches that guess on: on the device, a step
+    # with one plain row of every request, in the image, becomes the one behind it. counters int64
+    # [T, n], or None but for the first group: its positions and starts are the others' too, and
+    # column 0 of these goes with them
     chains: bool = False
     # attributes of a handle that are buffers of a library's own planner and not parts of the image:
     # `lower` fills them, one set per group and bucket
@@ -83,12 +86,6 @@ class Backend(Protocol):
         """The handle of a launch: `views` are the image's arrays on the device, whose numbers may
         not be read here; `variant` is what `lower` returned."""
         ...
-
-    def advance(self, handle: Any, views: PlanArrays, counters: Tensor | None) -> None:
-        """Device, in a launch that is a chain: a step with one plain row of every request, in the
-        image, becomes the one behind it. `counters` int64 [T, n], of the first group alone: its
-        positions and starts are the others' too, and the counters' first column goes with them."""
-        raise NotImplementedError
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """Device. q activations [T, heads, d_qk]; out activations [T, heads, d_v] and lse float32

@@ -128,7 +128,7 @@ class Backend(base.Backend):
 
     @transparent
     def advance(self, handle: Handle, views: PlanArrays, counters: Tensor | None) -> None:
-        """One call of the kernel."""
+        """As `Caps.chains` says: one call of a kernel."""
         table = handle.table
         arrays = (views.positions, views.kv_lens, views.write_slots, table.lo, table.hi)
         arrays += (table.page_ids, table.page_indptr, table.first_pos)

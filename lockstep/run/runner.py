@@ -82,7 +82,7 @@ class BoundRows(NamedTuple):
 class Chain(NamedTuple):
     """What a launch guesses behind the tokens that it samples: `guesses` of them in all, the later
     ones by steps of a kind. `plan` is of one row of each request, the first behind these, which
-    goes on from step to step (`Backend.advance`); without one, which all requests with as many rows
+    goes on from step to step (`Step.advance`); without one, which all requests with as many rows
     each may have, all rows are computed again for each guess."""
 
     kind: StepKind

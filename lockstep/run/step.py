@@ -74,8 +74,8 @@ class Step:
     handles: tuple[Any, ...]
     layer_map: "Sequence[GroupLayer]"
     views: Sequence[PlanArrays]
+    backend: Backend
     attend_keys: Callable[..., tuple[Tensor, Tensor]]  # the backend's `attend`, as an operation
-    move_on: Callable[..., None]  # the same of `advance`
 
     def relocate(self) -> None:
         """Carries out the plan's moves: once, before the first layer writes."""
@@ -92,9 +92,10 @@ class Step:
         return out
 
     def advance(self, counters: Tensor | None) -> None:
-        """The step becomes the one behind it."""
+        """The step becomes the one behind it, with a backend that can (`Caps.chains`)."""
+        move_on = operation(getattr(self.backend, "advance"))  # noqa: B009
         for handle, own in zip(self.handles, self.views, strict=True):
-            self.move_on(handle, own, counters)
+            move_on(handle, own, counters)
             counters = None
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -142,6 +143,6 @@ def bind(
         handles=handles_of(layout, views, variants, backend),
         layer_map=layer_map,
         views=views,
+        backend=backend,
         attend_keys=operation(backend.attend),
-        move_on=operation(backend.advance),
     )

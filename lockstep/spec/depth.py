@@ -103,11 +103,11 @@ class Line:
 
     def add(self, depth: float, seconds: float, replayed: bool = False) -> None:
         if replayed and not self.replayed:
-            self.y, self.count, self.replayed = math.inf, 0, True
+            self.y, self.replayed = math.inf, True
         if self.replayed and not replayed:
             return
         most, weight = self.y, 1.0
-        if self.known:  # a deeper one may take longer
+        if self.known and self.y < math.inf:  # a deeper one may take longer
             about = self.y * max(1.0, depth / max(self.x, 1.0))
             most, weight = OUTLIER * about, SMOOTH if seconds > about else SHORTER
         seconds, self.count, old = min(seconds, most), self.count + 1, 1.0 - weight
