@@ -179,13 +179,11 @@ class Costs:
 
     def pays(self, acceptances: Sequence[Acceptance]) -> list[bool]:
         """Whose drafts, which end by themselves, bring more than they cost."""
-        count = len(acceptances)
         if not self.plain.known or not self.wide.known:
-            return [self.plain.known] * count
-        token_s, guess_s = self.plain.y / count, (self.row_s + self.guess_s) / count
-        first_s = self.first_s / count
+            return [self.plain.known] * len(acceptances)
+        guess_s, first_s = self.row_s + self.guess_s, self.first_s
         return [
-            each.right * token_s > each.guesses * guess_s + each.drafts * first_s
+            each.right * self.plain.y > each.guesses * guess_s + each.drafts * first_s
             for each in acceptances
         ]
 
