@@ -4,15 +4,19 @@ answer has its bits."""
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lockstep.kernels.cpu import threads
 from lockstep.lab import interrupt
 from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm.api import LLM
@@ -394,6 +398,90 @@ def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_noth
         model.generate([PROMPT], PARAMS)
     assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
     assert interrupt.books(model.engine) == []
+
+
+# -- the floor -------------------------------------------------------------------------------------
+
+
+def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch):
+    monkeypatch.setattr(threads, "PATIENCE_S", 60)
+    inside, most, order = 0, 0, []
+
+    def work(i):
+        nonlocal inside, most
+        for _ in range(20):
+            with threads.floor():
+                inside += 1
+                most = max(most, inside)
+                order.append(i)
+                time.sleep(1e-4)
+                inside -= 1
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert (most, len(order), threads.FLOOR) == (1, 60, [])
+    longest = max(np.diff([-1, *np.flatnonzero(np.diff(order)), 59]))
+    assert longest < 20, "nobody has it all the time while others wait"
+
+
+def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait():
+    thread = threading.Thread(target=threads.take_floor)  # and it is never left
+    thread.start()
+    thread.join()
+    (lost,) = threads.FLOOR
+    with threads.floor():
+        assert lost not in threads.FLOOR and len(threads.FLOOR) == 1
+        with ThreadPoolExecutor(1) as pool:
+            begin = time.perf_counter()
+            pool.submit(threads.take_floor).result()  # which nobody gives it
+            assert time.perf_counter() - begin >= threads.PATIENCE_S
+            (other,) = threads.FLOOR
+    assert threads.FLOOR == [other], "it is not ours to leave"
+    threads.FLOOR.clear()
+
+
+def test_a_floor_within_a_floor_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(threads, "PATIENCE_S", 60)
+    with threads.floor():
+        with threads.floor():
+            assert threads.FLOOR == [threads.OWN.ticket]
+        assert threads.FLOOR == []
+    assert threads.FLOOR == []
+
+
+def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch):
+    monkeypatch.setattr(threads, "PATIENCE_S", 60)
+    main, theirs = threading.main_thread().ident, threading.Lock()
+
+    def strike():
+        while len(threads.FLOOR) < 2:
+            time.sleep(1e-3)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threads.FLOOR.append(theirs)
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(KeyboardInterrupt), threads.floor():
+        raise AssertionError("somebody else has it")
+    striker.join()
+    assert threads.FLOOR == [theirs]
+    threads.FLOOR.clear()
+
+
+@pytest.mark.parametrize(("cost_ns", "left"), [(threads.CHANGE_NS, True), (10, False)])
+def test_a_long_call_leaves_the_floor(monkeypatch, cost_ns, left):
+    monkeypatch.setattr(threads, "TURN_NS", 0)
+    seen = []
+    monkeypatch.setattr(threads.compiled(), "released", lambda *_: seen.append(list(threads.FLOOR)))
+    with threads.floor():
+        mine = threads.OWN.ticket
+        threads.Call(SimpleNamespace(address=0), (), 1, 1, cost_ns).run()
+        assert seen == [[] if left else [mine]]
+        assert threads.FLOOR == [threads.OWN.ticket]
+    assert threads.FLOOR == []
 
 
 # -- priorities ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ and the next call makes it anew from the generations.
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from lockstep.attention.base import Backend
 from lockstep.attention.select import BACKENDS, select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
+from lockstep.kernels.cpu.threads import floor
 from lockstep.kernels.select import DEVICES
 from lockstep.kv.pool import cache_size
 from lockstep.kv.tables import PagePool
@@ -327,7 +329,7 @@ class Engine:
 
     def step(self) -> list[Generation]:
         """One step. Returns the generations that it touched; those that are done have left."""
-        with Turn(self._turns):
+        with Turn(self._turns), nullcontext() if self.on_gpu else floor():
             self._tidy()
             self._changing = True
             with garbage_waits():  # the device has nothing to do until the next step is launched

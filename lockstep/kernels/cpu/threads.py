@@ -10,7 +10,9 @@ tape has noted run again as one, a `Script`.
 
 The interpreter's lock is released in turns, as the interpreter itself does it: who takes it back
 beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls, and releases
-it in a call during which its turn would last longer than TURN_NS.
+it in a call during which its turn would last longer than TURN_NS. torch releases it whenever it
+makes or frees a tensor and wakes whoever waits for it, mostly in vain: so threads that run engines
+wait for the `floor` instead.
 """
 
 import atexit
@@ -49,6 +51,8 @@ THREAD_NS = 2_000  # of work that are worth one more thread
 STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its units go in order
 NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself sees what follows
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
+CHANGE_NS = 200_000  # of a call in which somebody else may have the floor
+PATIENCE_S = 0.02  # for the floor: who keeps it for longer is late, or gone
 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
 # COUNTERS each of the SHARES of the units has a line, which counts those that are claimed. It has
@@ -317,6 +321,7 @@ class Own(threading.local):
         self.limit: int | None = None  # of its threads, while `limited`
         self.tape: Any = None  # that notes its calls (run/tape.py)
         self.turn_ns = 0  # when it released the interpreter's lock the last time
+        self.ticket: threading.Lock | None = None  # its last one for the floor
         self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
         self.memory = aligned(0)  # of its workers
 
@@ -347,7 +352,12 @@ class Call:
         if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
             compiled().call(*numbers)
         else:
+            leaves = self.each_ns >= CHANGE_NS and OWN.ticket in FLOOR
+            if leaves:
+                leave_floor()
             compiled().released(*numbers)
+            if leaves:
+                take_floor()
             OWN.turn_ns = perf_counter_ns()
         return record
 
@@ -467,6 +477,34 @@ def limited(most: int) -> Iterator[None]:
         OWN.limit = before
 
 
+@contextmanager
+def floor() -> Iterator[None]:
+    """Runs the block alone among those of other threads, first come first served. It is faster so
+    and nothing else: who has waited for long goes on, also after an interrupt has lost a ticket."""
+    try:
+        take_floor()
+        yield
+    finally:
+        leave_floor()
+
+
+def take_floor() -> None:
+    if OWN.ticket not in FLOOR:  # in a block within a block it is
+        ticket = OWN.ticket = threading.Lock()
+        ticket.acquire()
+        FLOOR.append(ticket)
+        if FLOOR[:1] != [ticket]:
+            ticket.acquire(timeout=PATIENCE_S)  # until whoever leaves releases it
+            with suppress(ValueError):  # somebody who went on has removed it
+                del FLOOR[: FLOOR.index(ticket)]
+
+
+def leave_floor() -> None:
+    with suppress(ValueError, IndexError, RuntimeError):  # it was lost; nobody waits, or still does
+        FLOOR.remove(OWN.ticket)
+        FLOOR[0].release()
+
+
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
     """The same text, which looks up the names it uses in `names`."""
     return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
@@ -523,6 +561,7 @@ def compiled() -> Any:
     )
 
 
+FLOOR: list[threading.Lock] = []  # tickets; whose is the first one has the floor
 OWN = Own()
 HELP = Helpers()
 atexit.register(HELP.leave)
