@@ -142,7 +142,7 @@ def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[
             kind += f", pages of {spec.page_size}"
         page = {"page_size": spec.page_size, "arrays": arrays(group)}
         told.append({"group": g, "spec": kind, **page})
-    sizes = {"requests": names, "real": vars(plan.real), "bucket": vars(plan.bucket)}
+    sizes = {"requests": names, "real": plan.real._asdict(), "bucket": vars(plan.bucket)}
     return {**sizes, "arrays": arrays(plan), "groups": told}
 
 
