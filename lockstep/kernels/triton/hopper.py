@@ -67,16 +67,11 @@ def pages_of(call, it, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def fetch(desc, ring, i, pages, tile, col):
-    """Starts the copies of a tile, the i-th of all, when there is room: a box per page and 64
-    columns. A page outside [first, last], which no row sees, is a box outside the tensor, which is
-    zeros."""
-    STAGES: gl.constexpr = ring.tiles.shape[0]
-    TILE: gl.constexpr = ring.tiles.shape[1]
-    D: gl.constexpr = ring.tiles.shape[2]
-    PAGE: gl.constexpr = ring.pages.shape[1]
+def copy_pages(desc, room, full, stage, pages, tile, col, D: gl.constexpr, TILE: gl.constexpr):
+    """Starts the copies of D columns of a tile: a box per page and 64 columns. A page outside
+    [first, last], which no row sees, is a box outside the tensor, which is zeros."""
+    PAGE: gl.constexpr = room.shape[1]
     COUNT: gl.constexpr = TILE // PAGE
-    full = claim(ring, i, TILE * D * 2)
     for n in gl.static_range(COUNT):
         nth = tile * COUNT + n
         at = gl.minimum(gl.maximum(nth, pages.first), pages.last)
@@ -84,8 +79,18 @@ def fetch(desc, ring, i, pages, tile, col):
         seen = (nth >= pages.first) & (nth <= pages.last)
         row = gl.where(seen, page * PAGE, OUTSIDE)
         for panel in gl.static_range(D // 64):
-            to = ring.pages.index((i % STAGES * (D // 64) + panel) * COUNT + n)
+            to = room.index((stage * (D // 64) + panel) * COUNT + n)
             tma.async_copy_global_to_shared(desc, [row, col + panel * 64], full, to)
+
+
+@gluon.jit
+def fetch(desc, ring, i, pages, tile, col):
+    """Starts the copies of a tile, the i-th of all, when there is room."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    TILE: gl.constexpr = ring.tiles.shape[1]
+    D: gl.constexpr = ring.tiles.shape[2]
+    full = claim(ring, i, TILE * D * 2)
+    copy_pages(desc, ring.pages, full, i % STAGES, pages, tile, col, D, TILE)
 
 
 @gluon.jit

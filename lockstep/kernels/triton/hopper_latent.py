@@ -1,7 +1,7 @@
 """Attention over a latent cache (MLA, rows of 576 whose first 512 columns are the values too) for
 sm_90, warp-specialised, in the order of its twin `attend.py`. One CTA per multiprocessor walks
-items; two warpgroups share a block, each half of a tile's keys and half of the value columns; four
-warps fetch 16 keys of a tile each. Tiles of 64, pages of 16 to 64 keys; no cap, no tree."""
+items; two warpgroups share a block, each half of a tile's keys and half of the value columns. Tiles
+of 64, pages of 16 to 64 keys; no cap, no tree."""
 
 from collections import namedtuple
 
@@ -14,48 +14,23 @@ from lockstep.kernels.triton import hopper, softmax
 ROWS, TILE, D, REST = gl.constexpr(64), gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-# a box of the copy engine, 8 keys by 512 columns, is 8 panels of 64 columns, 1 KB each; a tile is 8
-BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
-BOXES = gl.constexpr(gl.SharedLinearLayout([
-    [0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32],
-    [0, 64], [0, 128], [0, 256], [8, 0], [16, 0], [32, 0],
-], alignment=1024))  # fmt: skip
 # the consumer's shared memory: queries, weights, and the ring; the other 64 columns beside each
 Room = namedtuple("Room", "q q_rest w ring rest")
 
 
 @gluon.jit
-def producer(call, work, k_first, k_rest, ring, rest_pages, PAGE, PART: gl.constexpr):
-    """Of every tile of every item keys [16 PART, 16 PART + 16): 512 columns, and the other 64. A
-    box that no row sees is outside the tensor, which is zeros."""
+def producer(call, work, desc, ring, rest_pages):
+    """Every tile of every item: 512 columns, and the other 64."""
     g = 0
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
         it = softmax.load_item(call, n, TILE)
+        pages = hopper.pages_of(call, it, ring.pages.shape[1])
         for tile in range(it.begin, it.end):
-            key = tile * TILE + PART * 16
-            page = gl.minimum(gl.maximum(key, it.lo), it.hi - 1) // PAGE
-            row = gl.load(call.page_ids + it.entry + page) * PAGE + key % PAGE
-            full = hopper.claim(ring, g, 16 * (D + REST) * 2)
-            at = g % 2 * 4 + PART
-            for k in gl.static_range(2):
-                seen = (key + k * 8 + 8 > it.lo) & (key + k * 8 < it.hi)
-                first = gl.where(seen, row + k * 8, hopper.OUTSIDE)
-                to = ring.pages.index(2 * at + k)
-                nv.tma.async_copy_global_to_shared(k_first, [0, first, 0], full, to)
-            nv.tma.async_copy_global_to_shared(k_rest, [row, D], full, rest_pages.index(at))
+            full = hopper.claim(ring, g, TILE * (D + REST) * 2)
+            stage = g % 2
+            hopper.copy_pages(desc, ring.pages, full, stage, pages, tile, 0, D, TILE)
+            hopper.copy_pages(desc, rest_pages, full, stage, pages, tile, D, REST, TILE)
             g += 1
-
-
-@gluon.jit
-def blank_box(ring, i, limit):
-    """Of the i-th tile's values, those from key `limit` to the end of its box become zeros: 0 * NaN
-    is NaN, and nobody wrote them."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [8, 1, 1], [2, 1, 0])
-    key = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    box = ring.pages.index(i % 2 * 8 + limit // 8)
-    x = box.load(LAYOUT)
-    box.store(gl.where(key < limit % 8, x, gl.zeros_like(x)))
-    nv.fence_async_shared()
 
 
 @gluon.jit
@@ -77,8 +52,8 @@ def attend_split(call, it, seen, room, g, begin, end):
         room.w.store(w.to(room.w.dtype))
         nv.fence_async_shared()
         o = o * softmax.beside(alpha, o)[:, None]
-        if (tile * TILE + TILE > it.hi) & (it.hi % 8 != 0):
-            blank_box(ring, i, it.hi - tile * TILE)
+        if (tile * TILE + TILE > it.hi) & (it.hi % ring.pages.shape[1] != 0):
+            hopper.blank_page(ring, i, it.hi - tile * TILE)
         o = nv.warpgroup_mma(room.w, kv, o, is_async=True)
         l = softmax.add_up(l, alpha, w)
         o = nv.warpgroup_mma_wait(0, deps=[o])
@@ -146,19 +121,17 @@ def consumer(call, work, room, states):
 
 @gluon.jit(do_not_specialize=softmax.NUMBERS)
 def latent_kernel(
-    q, k_first, k_rest, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters,
-    states, c, v_scale, heads, kv_heads, window, causal, work, q_row8, q_head8, count0, len0, len1,
+    q, k_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters, states,
+    c, v_scale, heads, kv_heads, window, causal, work, q_row8, q_head8, count0, len0, len1,
     PAGE: gl.constexpr,
 ):  # fmt: skip
     """Shared memory, barriers, and who does what; of `states`, a program has 64 rows."""
-    dtype: gl.constexpr = k_first.dtype
+    dtype: gl.constexpr = k_desc.dtype
     q_room = gl.allocate_shared_memory(dtype, [ROWS, D], hopper.WIDE)
     rest_room = gl.allocate_shared_memory(dtype, [ROWS, REST], hopper.WIDE)
     w_room = gl.allocate_shared_memory(dtype, [ROWS, TILE], hopper.WIDE)
-    pages = gl.allocate_shared_memory(dtype, [16, 8, 8, 64], BOX)
-    tiles = pages._reinterpret(dtype, [2, TILE, D], BOXES)
-    ring = hopper.Ring(pages, tiles, hopper.barriers(2, 4), hopper.barriers(2, 1))
-    rest_pages = gl.allocate_shared_memory(dtype, [8, 16, REST], hopper.WIDE)
+    ring = hopper.make_ring(dtype, D, TILE, 2, PAGE, 1)
+    rest_pages = gl.allocate_shared_memory(dtype, [2 * (TILE // PAGE), PAGE, REST], hopper.WIDE)
     rest = rest_pages._reinterpret(dtype, [2, TILE, REST], hopper.WIDE)
     nv.fence_async_shared()
     room = Room(q_room, rest_room, w_room, ring, rest)
@@ -168,8 +141,5 @@ def latent_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (consumer, (call, work, room, states)),
-        (producer, (call, work, k_first, k_rest, ring, rest_pages, PAGE, 0)),
-        (producer, (call, work, k_first, k_rest, ring, rest_pages, PAGE, 1)),
-        (producer, (call, work, k_first, k_rest, ring, rest_pages, PAGE, 2)),
-        (producer, (call, work, k_first, k_rest, ring, rest_pages, PAGE, 3)),
-    ], [1, 1, 1, 1], [24, 24, 24, 24])  # fmt: skip
+        (producer, (call, work, k_desc, ring, rest_pages)),
+    ], [1], [24])  # fmt: skip

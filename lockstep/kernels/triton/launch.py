@@ -199,13 +199,10 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
         known[name + "_row8"], known[name + "_head8"] = row // 8, head // 8
     if tuning.kernel == "prefill":
         programs = len(table) * known["heads"]
-        known["q_desc"] = boxes(known["q"].contiguous(), [64, known["D"]])
+        known["q_desc"] = boxes(known["q"].contiguous(), 64, known["D"])
     for name in ("k", "v"):
         if name + "_desc" in kernel.arg_names:
-            known[name + "_desc"] = boxes(known[name], [known["PAGE"], 64])
-    if tuning.kernel == "latent":
-        known["k_first"] = boxes(known["k"], [8, 8, 64])
-        known["k_rest"] = boxes(known["k"], [16, 64])
+            known[name + "_desc"] = boxes(known[name], known["PAGE"], 64)
     if "work" in kernel.arg_names:
         known["work"] = programs
         programs = min(multiprocessors(table.device), programs)
@@ -231,17 +228,13 @@ def kernels() -> dict[str, Any]:
     }
 
 
-def boxes(tensor: Tensor, box: list[int]) -> Any:
-    """How the copy engine sees a tensor of rows: boxes of rows by columns, or of panels of 64
-    columns, rows and columns."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
+def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
+    """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    seen = tensor.view(len(tensor), -1)
-    if len(box) == 3:
-        seen = seen.unflatten(1, (-1, 64)).transpose(0, 1)
-    wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
-    return TensorDescriptor.from_tensor(seen, box, wide)
+    from lockstep.kernels.triton.hopper import WIDE
+
+    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], WIDE.value)
 
 
 def pieces(d_qk: int) -> tuple[int, int]:
