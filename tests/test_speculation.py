@@ -475,7 +475,7 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
     speculation.adaptive, said = True, []
     speculation._say = said.append
     speculation.costs[1] = costs(1.0, 4.0)
-    speculation.costs[1].step = lambda depth, seconds, replayed: None
+    speculation.costs[1].step = lambda depth, seconds, warmth: None
     wrong = DraftTree((60, 60), (0, 1))
     asked: list[int] = []
 

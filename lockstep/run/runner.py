@@ -44,7 +44,8 @@ Ids = Sequence[int] | Ints | Tensor
 NARROW = 16
 STEADY, SEEN = 3, 1024
 TAPES, TAPE_BYTES = 64, 1 << 28
-PLAIN, RECORDED, REPLAYED = range(3)  # how a launch was carried out
+# how a launch was carried out: as always, as it will not be when it comes again, or by its tape
+PLAIN, COLD, REPLAYED = range(3)
 
 
 class StepOutput(NamedTuple):
@@ -163,7 +164,7 @@ class Runner:
         self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
         self.every, self._room = every and self.studio is None, Room()
-        self.warmth = PLAIN  # of the last launch: one that is recorded takes longer than ever again
+        self.warmth = PLAIN  # of the last launch
         self._seen = Counter[Signature]()  # launches of a CPU that are not recorded
         self._replays = Counter[str]()
         self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
@@ -404,10 +405,10 @@ class Runner:
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A known launch is replayed, a new one recorded, or run where it may stay alone."""
-        tape = self.tapes.get(signature)
+        tape, self.warmth = self.tapes.get(signature), COLD
         if tape is not None:
-            self.warmth = REPLAYED
             tape.replay()
+            self.warmth = REPLAYED
             self.tapes[signature] = self.tapes.pop(signature)  # the last to be dropped
             self._replays[signature.called] += 1
             if signature.chain is not None:
@@ -422,11 +423,10 @@ class Runner:
                 output = launch()  # of which the recorder alone said no, if that works
                 self.graphs = False
                 return output
-            self.tapes[signature], self.warmth = tape, RECORDED
+            self.tapes[signature] = tape
             if not self.studio and not self.every:
                 self._drop()
         else:
-            self.warmth = PLAIN
             self._seen[signature] += 1
             if len(self._seen) > SEEN:
                 self._seen.clear()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from lockstep.run.runner import COLD, PLAIN, REPLAYED
+
 FORGET = 0.92  # of what was known, per verified draft
 RANGES, LONG_FORGET = 10, 0.98  # of chances, and how long a guess counts there
 PRIOR = 2.0  # drafts of others that a request's own begin with
@@ -96,15 +98,17 @@ class Line:
     xy: float = 0.0
     count: int = 0
     replayed: bool = False  # since launches are, others tell nothing
+    cold: bool = False  # they will be
 
     @property
     def known(self) -> bool:
         return self.count >= SEEN
 
-    def add(self, depth: float, seconds: float, replayed: bool = False) -> None:
-        if replayed and not self.replayed:
+    def add(self, depth: float, seconds: float, warmth: int = PLAIN) -> None:
+        if warmth == REPLAYED and not self.replayed:
             self.y, self.replayed = math.inf, True
-        if self.replayed and not replayed:
+        self.cold = warmth == COLD and not self.replayed
+        if self.replayed and warmth != REPLAYED:
             return
         most, weight = self.y, 1.0
         if self.known and self.y < math.inf:  # a deeper one may take longer
@@ -116,12 +120,16 @@ class Line:
         self.xx = self.xx * old + depth * depth * weight
         self.xy = self.xy * old + depth * seconds * weight
 
+    @property
+    def flat(self) -> bool:
+        """Whether one depth alone was seen."""
+        return self.xx - self.x * self.x < FLAT
+
     def slope(self, first: float) -> float:
         """Seconds of one more; from `first` at 0 on, if one depth alone was seen."""
-        variance = self.xx - self.x * self.x
-        if variance < FLAT:
+        if self.flat:
             return max(0.0, self.y - first) / max(self.x, 1.0)
-        return max(0.0, self.xy - self.x * self.y) / variance
+        return max(0.0, self.xy - self.x * self.y) / (self.xx - self.x * self.x)
 
 
 @dataclass
@@ -133,8 +141,14 @@ class Costs:
     wide: Line = field(default_factory=Line)
     draft: Line = field(default_factory=Line)
 
-    def step(self, depth: float, seconds: float, replayed: bool = False) -> None:
-        (self.wide if depth else self.plain).add(depth, seconds, replayed)
+    def step(self, depth: float, seconds: float, warmth: int = PLAIN) -> None:
+        (self.wide if depth else self.plain).add(depth, seconds, warmth)
+
+    @property
+    def tried(self) -> bool:
+        """Whether steps that verify are known; as they will be, where plain ones are."""
+        cold = self.plain.replayed and (self.wide.cold or self.draft.cold)
+        return self.wide.known and not cold
 
     @property
     def row_s(self) -> float:
@@ -156,7 +170,7 @@ class Costs:
     @property
     def go_on(self) -> float:
         """The chance from which on a guess more pays."""
-        if not (self.plain.known and self.wide.known and self.draft.known):
+        if not (self.plain.known and self.tried and self.draft.known) or self.wide.flat:
             return FIRST_CHANCE
         return min(1.0, (self.guess_s + self.row_s) / self.plain.y)
 
@@ -165,7 +179,7 @@ class Costs:
         a tree of `nodes` tokens then. The i-th guess is right with probability rate^i; all levels
         up to a depth pay together. What is not known yet, of plain steps or wide, is tried."""
         count = len(acceptances)
-        if not self.plain.known or not self.wide.known:
+        if not self.plain.known or not self.tried:
             return [most if self.plain.known else 0] * count
         token_s, row_s = self.plain.y / count, self.row_s * nodes / most / count
         levels = range(1, most + 1)
@@ -179,7 +193,7 @@ class Costs:
 
     def pays(self, acceptances: Sequence[Acceptance]) -> list[bool]:
         """Whose drafts, which end by themselves, bring more than they cost."""
-        if not self.plain.known or not self.wide.known:
+        if not self.plain.known or not self.tried:
             return [self.plain.known] * len(acceptances)
         guess_s, first_s = self.row_s + self.guess_s, self.first_s
         return [

@@ -34,6 +34,7 @@ from lockstep.spec.depth import Chances
 from lockstep.spec.draft import NO_DRAFT, Draft, DraftModel, DraftRequest, SettledStep
 
 KEPT, LEAST = 1 << 11, 8  # states that are kept for the requests of a step, and for each at least
+ENDS = (1, 3)  # of chains, and `steps`
 LIKELY = 64  # tokens of a row that a tree is made of
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
@@ -385,7 +386,7 @@ class ModelDraft:
 
     def _chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
         """All tokens of all requests by one launch. A chain ends where the model thinks that it is
-        wrong."""
+        wrong, or soon behind: few lengths are soon recorded."""
         how, trees = sampler.settings(rows, self.vocab_size), list[DraftTree]()
         out = self._begin(asks, how, self.steps)
         found = [(ids.tolist(), np.exp(logs.numpy()).tolist()) for ids, logs in out.guesses]
@@ -393,7 +394,7 @@ class ModelDraft:
             chances, chance = self._chances[ask.params.temperature > 0], 1.0
             ids, shares = list[int](), list[tuple[Chances, float]]()
             for tokens, given in found:
-                if chance < ask.go_on or tokens[i] == NO_TOKEN:
+                if tokens[i] == NO_TOKEN or (len(ids) in ENDS and chance < ask.go_on):
                     break
                 ids.append(tokens[i])
                 shares.append((chances, given[i]))

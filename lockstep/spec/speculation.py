@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.plan.build import paths
-from lockstep.run.runner import PLAIN, RECORDED, REPLAYED, Runner
+from lockstep.run.runner import PLAIN, Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
@@ -119,9 +119,8 @@ class Speculation:
                 ask.request.draft = tree
         deepest = max(ask.steps for ask in asks)
         self._begun = time.perf_counter()
-        if self.runner.warmth != RECORDED and not (self._trying and costs.draft.replayed):
-            seconds = self._begun - begun  # who has rested catches up
-            costs.draft.add(deepest, seconds, self.runner.warmth == REPLAYED)
+        if not (self._trying and costs.draft.replayed):  # who has rested catches up
+            costs.draft.add(deepest, self._begun - begun, self.runner.warmth)
 
     def hold(self, step: ScheduledStep) -> bool:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
@@ -159,10 +158,10 @@ class Speculation:
         now, decodes = time.perf_counter(), plain
         if not plain:
             decodes = all(rows.new_len == 1 or rows.parents for rows in batch.rows)
-        if decodes and warmth != RECORDED:
+        if decodes:
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
             costs = self.costs[rounded(len(batch.rows))]
-            costs.step(depth, seconds, warmth == REPLAYED)
+            costs.step(depth, seconds, warmth)
         self._ended = now
         if self._untold and step.number <= self._untold[-1][0].number:
             self._untold = []  # they are counted anew behind an interruption: nobody is left
