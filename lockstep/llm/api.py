@@ -131,12 +131,12 @@ class LLM:
         caller = Caller(sys._getframe())
         try:
             generations = [add(caller=caller) for add in adds]
-            unfinished = len(generations)
+            unfinished = generations
             while unfinished:
                 self.engine.step()
-                left = sum(not generation.done for generation in generations)
+                left = [generation for generation in unfinished if not generation.done]
                 if on_done is not None:
-                    for _ in range(unfinished - left):
+                    for _ in range(len(unfinished) - len(left)):
                         on_done()
                 unfinished = left
             return generations

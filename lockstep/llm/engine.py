@@ -346,6 +346,7 @@ class Engine:
 
     def news(self, generation: Generation) -> tuple[list[Chunk], bool]:
         """What came for a generation since the last call, and whether that was all."""
+        generation.publish()  # without a lock on the engine
         with Turn(self._turns):
             self._tidy()
             return generation.news(), generation.done
@@ -488,8 +489,8 @@ class Engine:
         return StepResult(tokens, scores, tuple(embedded), tuple(endings)), accepted
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
-        """Text, without a lock on the engine: whoever reads it first makes what is missing."""
-        for generation in touched if self.tokenizer is not None else ():
+        """Text, without a lock on the engine, while a device computes; or whoever reads it does."""
+        for generation in touched if self.overlap and self.tokenizer is not None else ():
             generation.publish()
         return touched
 

@@ -83,9 +83,10 @@ class CompletionState:
         if self.tokenizer is None or self.searched:
             return
         finish, token_ids = self.finish, self.token_ids
-        for token_id in token_ids[len(self.pieces) :]:
+        if missing := token_ids[len(self.pieces) :]:
             stream, self._pushed = self._synced(), -1
-            self.pieces.append(self._push(stream, token_id, len(self.pieces) + 1)[0])
+            for token_id in missing:
+                self.pieces.append(self._push(stream, token_id, len(self.pieces) + 1)[0])
             self._pushed = len(self.pieces)
         if finish is not None and len(self.pieces) == len(token_ids):
             self._flush()
@@ -258,24 +259,21 @@ class TokenUpdates(NamedTuple):
     speculated: Mapping[int, Speculated] = {}
 
     def write(self) -> None:
-        """Of completions that have ended: they were written before that."""
-        others = self.others
-        columns = zip(self.completions, self.begins, self.token_ids, strict=True)
-        for row, (completion, begin, token_id) in enumerate(columns):
-            if completion.finish is None:
-                completion.token_ids[begin:] = others.get(row, (token_id,))
-        for row, text in self.texts.items():
-            if self.completions[row].finish is None:
-                self.completions[row].pieces[self.begins[row] :] = text
-        logprobs = self.logprobs
-        for row, counts in self.speculated.items():
-            if self.completions[row].finish is None:
-                self.completions[row].speculated = counts
+        """Those that have ended were written before that."""
+        others, begins = self.others, self.begins
+        going = {row: each for row, each in enumerate(self.completions) if each.finish is None}
+        for row, completion in going.items():
+            completion.token_ids[begins[row] :] = others.get(row, (self.token_ids[row],))
+        for row in going.keys() & self.texts.keys():
+            going[row].pieces[begins[row] :] = self.texts[row]
+        for row in going.keys() & self.speculated.keys():
+            going[row].speculated = self.speculated[row]
+        found = [] if self.logprobs is None else entries(self.logprobs, self.logprobs.top.shape[1])
         for first, row in zip(self.logprob_begins, self.logprob_rows, strict=True):
-            completion, k = self.completions[row], self.completions[row].params.top_logprobs or 0
-            if completion.finish is None and logprobs is not None:
-                at = range(first, first + len(others.get(row, (0,))))
-                completion.scores[self.begins[row] :] = entries(logprobs, at, k)
+            if row in going:
+                own = found[first : first + len(others.get(row, (0,)))]
+                k = going[row].params.top_logprobs or 0
+                going[row].scores[begins[row] :] = [(one, best[:k]) for one, best in own]
 
 
 class ScoreUpdate(NamedTuple):
@@ -288,19 +286,15 @@ class ScoreUpdate(NamedTuple):
     k: int
 
     def write(self) -> None:
-        rows = range(len(self.logprobs.chosen))
-        self.target[self.at :] = entries(self.logprobs, rows, self.k)
+        self.target[self.at :] = entries(self.logprobs, self.k)
 
 
-def entries(logprobs: Logprobs, rows: range, k: int) -> list[Score]:
-    """Of some rows, with the k best tokens of each. By numpy: every slice of torch lets go of the
-    interpreter's lock, and another engine takes it."""
-    chosen, top_ids, top = (column.numpy()[rows.start : rows.stop] for column in logprobs)
-    if not k:
-        return [(one, ()) for one in chosen.tolist()]
-    pairs = zip(top_ids[:, :k].tolist(), top[:, :k].tolist(), strict=True)
-    best = [tuple(zip(ids, each, strict=True)) for ids, each in pairs]
-    return list(zip(chosen.tolist(), best, strict=True))
+def entries(logprobs: Logprobs, k: int) -> list[Score]:
+    """Of every row, with the k best tokens."""
+    chosen, top_ids, top = (column.tolist() for column in logprobs)
+    pairs = zip(top_ids, top, strict=True)
+    best = [tuple(zip(ids[:k], each[:k], strict=True)) for ids, each in pairs]
+    return list(zip(chosen, best, strict=True))
 
 
 def columns(scores: Sequence[Score], k: int | None) -> tuple[Floats | None, tuple[Top, ...] | None]:

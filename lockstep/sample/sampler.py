@@ -229,11 +229,8 @@ def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
     """The rows' parameters as tensors of the host."""
     how, positions, _ = RowBatch.of(rows)
     top_k, index, seed = how.ints
-    ints = np.empty((len(positions), f.INTS), np.int64)
-    ints[:, 0] = np.where(top_k > 0, top_k, vocab_size)
-    for column, values in enumerate(f.counter(seed, index, positions), 1):
-        ints[:, column] = values
-    return Settings(how.floats, torch.from_numpy(ints), how.cuts)
+    columns = (np.where(top_k > 0, top_k, vocab_size), *f.counter(seed, index, positions))
+    return Settings(how.floats, torch.from_numpy(np.stack(columns, 1)), how.cuts)
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:

@@ -10,9 +10,8 @@ tape has noted run again as one, a `Script`.
 
 The interpreter's lock is released in turns, as the interpreter itself does it: who takes it back
 beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls, and releases
-it in a call during which its turn would last longer than TURN_NS. torch releases it whenever it
-makes or frees a tensor and wakes whoever waits for it, mostly in vain: so threads that run engines
-wait for the `floor` instead.
+it in a call during which its turn would last longer than TURN_NS. torch releases it with every
+tensor and wakes whoever waits, mostly in vain: threads that run engines wait for the `floor`.
 """
 
 import atexit
@@ -321,7 +320,7 @@ class Own(threading.local):
         self.limit: int | None = None  # of its threads, while `limited`
         self.tape: Any = None  # that notes its calls (run/tape.py)
         self.turn_ns = 0  # when it released the interpreter's lock the last time
-        self.ticket: threading.Lock | None = None  # its last one for the floor
+        self.ticket = threading.Lock()  # its last one for the floor
         self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
         self.memory = aligned(0)  # of its workers
 
@@ -450,8 +449,7 @@ def aligned(nbytes: int) -> tuple[Any, int]:
 
 
 def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
-    """A new tensor. Not torch's own: its operators release the interpreter's lock, and a third of
-    them beside a thread that runs Python waits for it."""
+    """A new tensor, in memory of numpy's."""
     if OWN.tape is not None:
         return OWN.tape.room.empty(shape, dtype)  # type: ignore[no-any-return]
     return torch.from_numpy(np.empty(shape, dtype))
@@ -489,14 +487,13 @@ def floor() -> Iterator[None]:
 
 
 def take_floor() -> None:
-    if OWN.ticket not in FLOOR:  # in a block within a block it is
-        ticket = OWN.ticket = threading.Lock()
-        ticket.acquire()
-        FLOOR.append(ticket)
-        if FLOOR[:1] != [ticket]:
-            ticket.acquire(timeout=PATIENCE_S)  # until whoever leaves releases it
-            with suppress(ValueError):  # somebody who went on has removed it
-                del FLOOR[: FLOOR.index(ticket)]
+    ticket = OWN.ticket = threading.Lock()
+    ticket.acquire()
+    FLOOR.append(ticket)
+    if FLOOR[:1] != [ticket]:
+        ticket.acquire(timeout=PATIENCE_S)  # until whoever leaves releases it
+        with suppress(ValueError):  # somebody who went on has removed it
+            del FLOOR[: FLOOR.index(ticket)]
 
 
 def leave_floor() -> None:
