@@ -63,12 +63,12 @@ def test_a_kernel_has_its_values_and_its_bits(interpreted: dict[str, str], name:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
-    from lockstep.kernels.triton.variants import SHARED_LIMIT, build, inspect, variants
+    from lockstep.kernels.triton.variants import build, inspect, variants
 
     variant = variants()[name]
     report = inspect(variant)
     assert report["stack_bytes"] == 0
-    assert report["shared_bytes"] <= SHARED_LIMIT
+    assert report["shared_bytes"] <= 227 * 1024
     ptx = build(variant).asm["ptx"]
     assert "fma.rn.f64" not in ptx, "a product and a sum of float64 are two roundings"
     if "gemm" in name:

@@ -5,22 +5,18 @@ Variants are what the operations and attention launch for Qwen3-8B, Qwen3-30B-A3
 DeepSeek-V3, heard by Triton's hook and never run: tensors have shapes and no memory. Lengths,
 windows and counts are run-time values and make no variants. A new kernel is one more call here.
 Triton keeps binaries by the digest of all that they depend on: what has not changed is not compiled
-again. Called by `lockstep kernels`, the tests and CI.
+again. `lab.binaries` judges what they cost.
 """
 
 import importlib
 import json
 import re
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +26,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from lockstep import outfile
 from lockstep.kernels.cuda.ops import FEW, MANY
 from lockstep.kernels.triton import cache, launch, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import gemm
@@ -41,20 +36,9 @@ from lockstep.ops import CosSin, Heads, Routing
 from lockstep.order import SM90, attention_order
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
-SHARED_LIMIT = 227 * 1024
-TITLES = ("registers", "stack_bytes", "loop_spills", "shared_bytes", "wgmma", "mma")
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 GEMMS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 ROWS = 3  # neither 1 nor a multiple of 16, for which Triton would compile another variant
-# Names begin so, and so many accesses to spilled registers in their loops are known: 64 rows of 512
-# values and their widened keys do not fit in 255 registers, neither does a latent tree's second
-# loop; the latent kernel reads addresses and scalars once a tile, beside 128 values per thread
-KNOWN_SPILLS = {
-    "attend 576/512 float8_e4m3 some": 66,
-    "attend 576/512 bfloat16 few latent tree": 16,
-    "attend 576/512 bfloat16 some latent tree": 16,
-    "latent": 20,
-}
 Launch = tuple[Any, ...]  # what its name says besides the kernel's; a function, its arguments
 
 half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -213,16 +197,6 @@ def experts() -> Iterator[Launch]:
 # ---- what it costs ----
 
 
-def fault(name: str, costs: dict[str, int]) -> str:
-    """What is wrong with a variant, or nothing."""
-    known = next((count for begin, count in KNOWN_SPILLS.items() if name.startswith(begin)), 0)
-    if costs["loop_spills"] > known:
-        return f"{costs['loop_spills']} accesses to spilled registers in a hot loop"
-    if costs["shared_bytes"] > SHARED_LIMIT:
-        return f"{costs['shared_bytes']} bytes of shared memory; at most {SHARED_LIMIT}"
-    return ""
-
-
 def build(variant: str) -> Any:
     """The compiled kernel."""
     module, name = json.loads(variant)["name"].rsplit(".", 1)
@@ -268,32 +242,3 @@ def loop_spills(sass: str) -> int:
     inner = [body for body in loops if not any(other < body for other in loops)]
     hot = {at for body in inner for at in body}
     return sum(re.search(r"\b(LDL|STL)\b", code[at]) is not None for at in hot)
-
-
-def run(args: Any) -> int:
-    """`lockstep kernels --compile sm_90`."""
-    only = args.only or [""]
-    chosen = {n: v for n, v in variants().items() if any(text in n for text in only)}
-    if not chosen:
-        rule = "--only names kernel variants"
-        raise RuleError(rule, repr(args.only), "See `lockstep kernels --list`")
-    if args.list or args.compile is None:
-        print("\n".join(chosen))
-        return 0
-    say = partial(print, flush=True)
-    if args.json == "-":  # which is all that stdout gets
-        say = partial(say, file=sys.stderr)
-    about = f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}"
-    say(f"{about}, {args.jobs} processes")
-    say(f"{'variant':<40}", *(f"{title:>12}" for title in TITLES))
-    reports, faults, begin = [], 0, time.perf_counter()
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for name, costs in zip(chosen, pool.map(inspect, chosen.values()), strict=True):
-            wrong = fault(name, costs)
-            say(f"{name:<40}", *(f"{costs[title]:>12}" for title in TITLES), wrong)
-            reports.append({"name": name, **costs})
-            faults += wrong != ""
-    say(f"{len(reports)} variants in {time.perf_counter() - begin:.0f} s, {faults} with a fault")
-    if args.json:
-        outfile.write(args.json, json.dumps(reports, indent=1))
-    return min(faults, 1)
