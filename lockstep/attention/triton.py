@@ -139,12 +139,18 @@ class Backend:
             "q": widened(q, d_qk),
             "k": keys.k,
             "v": keys.v,
+            "LATENT": shared(keys) and d_v == handle.arguments[spec]["DA"],
             "out": out,
             "lse": torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
         }
         for one, table in handle.launches:
             launch.launch(arguments, table, one.tuning)
         return out[..., : group.d_v], arguments["lse"]
+
+
+def shared(keys: Keys) -> bool:
+    """Whether values are the first columns of the keys, in their memory: without a cache too."""
+    return keys.v.data_ptr() == keys.k.data_ptr()
 
 
 def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
