@@ -461,12 +461,14 @@ def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch
             time.sleep(1e-3)
         signal.pthread_kill(main, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threads.FLOOR.append(theirs)
     striker = threading.Thread(target=strike)
     striker.start()
     with pytest.raises(KeyboardInterrupt), threads.floor():
         raise AssertionError("somebody else has it")
     striker.join()
+    signal.signal(signal.SIGINT, before)
     assert threads.FLOOR == [theirs]
     threads.FLOOR.clear()
 

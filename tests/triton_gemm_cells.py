@@ -525,6 +525,8 @@ def sampled_tokens_are_the_cpus() -> str:
     for vocab, every in ((37, 3), (700, 10)):
         logits, floats, ints = (made[::every].contiguous() for made in sampling_rows(vocab))
         said += compare_tokens(f"V {vocab}", logits, floats, ints)
+        pad = (logits[:2], torch.zeros_like(floats[:2]), torch.zeros_like(ints[:2]))
+        said += compare_tokens(f"V {vocab}, what pads a step", *pad)
     return said
 
 

@@ -130,8 +130,8 @@ class Backend(base.Backend):
     def advance(self, handle: Handle, views: PlanArrays, counters: Tensor | None) -> None:
         """As `Caps.chains` says: one call of a kernel."""
         table = handle.table
-        arrays = (views.positions, views.kv_lens, views.write_slots, table.lo, table.hi)
-        arrays += (table.page_ids, table.page_indptr, table.first_pos)
+        arrays = [views.positions, views.kv_lens, views.write_slots, table.lo, table.hi]
+        arrays += [table.page_ids, table.page_indptr, table.first_pos]
         first = (0, 0, 0)
         if counters is not None:
             first = (where(views.start), where(counters), counters.stride(0))

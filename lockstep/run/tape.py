@@ -142,7 +142,8 @@ def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor,
         return None
     widths = [part.shape[1] for part in args[0]]
     made = threads.empty(len(args[0][0]), sum(widths))
-    return made, list(zip(args[0], made.split(widths, 1), strict=True))
+    places = torch.split(made, widths, 1)
+    return made, list(zip(args[0], places, strict=True))
 
 
 def plain_rows(some: Sequence[Any]) -> bool:

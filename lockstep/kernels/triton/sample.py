@@ -217,7 +217,8 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
     low = tl.load(ints + row * 5 + 3).to(tl.uint32)
     high = tl.load(ints + row * 5 + 4).to(tl.uint32)
     top_key, state = peak_of(peaks, row)
-    farthest = tl.load(last + row)
+    # a greedy row is not cut: a pad's top-k is 0
+    farthest = tl.where(temperature == 0.0, FARTHEST, tl.load(last + row))
     found = tl.full([], -FARTHEST, tl.int64)
     begin, end = part_of(vocab)
     if state == OK:
