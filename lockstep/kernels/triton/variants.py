@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,6 @@ from lockstep.kernels.triton import cache, launch, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import gemm
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 from lockstep.kernels.triton.items import ITEM
-from lockstep.kernels.triton.launch import Tuning
 from lockstep.ops import CosSin, Heads, Routing
 from lockstep.order import SM90, attention_order
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
@@ -103,7 +101,7 @@ def attend(
 ) -> Launch:  # fmt: skip
     """Attention, launched in a shape, or in that of a function of `launch`."""
     spec, label = group(*head, kv, cap), f"{head[0]}/{head[1]} {kv}"
-    if isinstance(shape, Tuning):
+    if isinstance(shape, launch.Tuning):
         label += f" page {page}"
     else:
         label += f" {shape.__name__}"
@@ -207,11 +205,11 @@ def build(variant: str) -> Any:
 def inspect(variant: str) -> dict[str, int]:
     """Registers, stack, accesses to local memory inside loops that multiply matrices, shared memory
     and matrix instructions of a variant, compiled."""
-    kernel, tool = build(variant), Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    kernel = build(variant)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        command = [str(tool), "-res-usage", "-sass", cubin.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", cubin.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
