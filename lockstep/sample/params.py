@@ -30,6 +30,7 @@ WHOLES = {
 }
 OPTIONAL = ("max_tokens", "seed")
 NUMBERS = {
+    "temperature": (0, MAX_TEMPERATURE, "Use 0 for the best token"),  # or from MIN_TEMPERATURE on
     "top_p": (0, 1, "Use 1 to keep every token, temperature=0 for the best one"),  # not 0 itself
     "min_p": (0, 1, "Use 0 to keep every token"),
     "presence_penalty": (-2, 2, "Use 0 for none"),
@@ -74,7 +75,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "temperature": _temperature(self.temperature),
             "stop": _stop(self.stop),
             "stop_token_ids": _stop_ids(self.stop_token_ids),
             "logprobs": _logprobs("logprobs", self.logprobs),
@@ -88,6 +88,9 @@ class SamplingParams:
         for name, (least, most, remedy) in NUMBERS.items():
             value, above = getattr(self, name), name == "top_p"
             checked[name] = number(name, value, least, most, remedy, above=above)
+        if 0 < checked["temperature"] < MIN_TEMPERATURE:
+            rule = f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+            raise RuleError(rule, shown(self.temperature), "Use 0 for the best token")
         for name in ("ignore_eos", "speculative"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -187,15 +190,6 @@ def number(
     if not low <= result <= high or (above and result == low):  # NaN is nowhere
         limits = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise RuleError(f"{name} is a number {limits}", shown(value), remedy)
-    return result
-
-
-def _temperature(value: Any) -> float:
-    remedy = "Use 0 for the best token"
-    result = number("temperature", value, 0, MAX_TEMPERATURE, remedy)
-    if 0 < result < MIN_TEMPERATURE:
-        rule = f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
-        raise RuleError(rule, shown(value), remedy)
     return result
 
 
