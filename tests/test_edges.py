@@ -28,7 +28,7 @@ from lockstep.run import certify, runner
 from lockstep.run.certify import Edges
 from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row, settings
+from lockstep.sample.sampler import Row, RowBatch, settings
 from lockstep.sched.request import RequestSpec
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
@@ -105,16 +105,16 @@ def test_every_seed_is_taken_as_it_is_and_0_too():
         for index, position in ((0, 0), (3, 7)):
             params = SamplingParams(seed=seed, sample_index=index, temperature=0.7, top_k=5)
             row = Row(params, position, 0, np.empty(0, np.int32))
-            found = settings([row], 61)
+            found = settings(RowBatch.of([row]), 61)
             assert found.ints.tolist() == [[5, *counter(seed, index, position)]]
             assert found.floats.tolist() == [[0.7, 1.0, -np.inf]]
 
 
 def test_greedy_rows_have_settings_of_the_same_shape():
     rows = [Row(SamplingParams(temperature=0), 3, 0, np.empty(0, np.int32))] * 2
-    found = settings(rows, 61)
+    found = settings(RowBatch.of(rows), 61)
     assert (found.floats.tolist(), found.ints.shape) == ([[0.0, 1.0, -np.inf]] * 2, (2, 5))
-    assert not found.cuts and settings([], 61).ints.shape == (0, 5)
+    assert not found.cuts and settings(RowBatch.of([]), 61).ints.shape == (0, 5)
 
 
 def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():

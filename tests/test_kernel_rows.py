@@ -20,7 +20,7 @@ from lockstep.kernels.cpu import sample as sampling
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row, sample
+from lockstep.sample.sampler import Row, RowBatch, sample
 
 SIZES = [5, 16, 40, 64, 72, 256, 1407]
 
@@ -286,7 +286,7 @@ def test_a_forked_process_has_helpers_of_its_own_and_torch_one_thread():
     with penalties used to wait for its threads for ever."""
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     logits, params = noise(64, 4096), SamplingParams(temperature=0, frequency_penalty=1.0)
-    rows_of = [Row(params, 1, 0, np.zeros(1, np.int32))] * 64
+    rows_of = RowBatch.of([Row(params, 1, 0, np.zeros(1, np.int32))] * 64)
     before = torch.get_num_threads()
     with threads.limited(2):
         want = gemm.linear(x, weight)

@@ -35,7 +35,7 @@ from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import PagedGroup, StepPlan, ints
 from lockstep.run.certify import NotCertified, Subject, certify
 from lockstep.sample import sampler
-from lockstep.sample.sampler import Row
+from lockstep.sample.sampler import Row, RowBatch
 from lockstep.sched.request import Request, RequestSpec
 from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, Refused, RuleError
 
@@ -278,7 +278,7 @@ def test_one_best_token_is_the_best_whatever_the_noise():
     logits = torch.linspace(0, 1, 50)[torch.randperm(50, generator=torch.manual_seed(3))]
     rows = [Row(SamplingParams(temperature=1, top_k=1, seed=seed), 4) for seed in range(20)]
     for row in rows:
-        chosen = sampler.sample(Ops(), logits[None], [row])
+        chosen = sampler.sample(Ops(), logits[None], RowBatch.of([row]))
         assert chosen.token_ids.tolist() == [int(logits.argmax())]
 
 
@@ -298,7 +298,7 @@ def test_a_device_is_told_whether_tokens_are_cut_away(params, cuts):
             return Ops.sample_tokens(logits, floats, ints, cuts)
 
     row = Row(SamplingParams(temperature=1, seed=2, **params), 4)
-    sampler.sample(Told(), torch.zeros(1, 9), [row])
+    sampler.sample(Told(), torch.zeros(1, 9), RowBatch.of([row]))
     assert told == [cuts]
 
 

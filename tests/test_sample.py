@@ -22,13 +22,21 @@ from lockstep.kernels.cpu.threads import limited
 from lockstep.sample import formulas, sampler
 from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams, resolve_seed
-from lockstep.sample.sampler import Row, apply_penalties
+from lockstep.sample.sampler import Row, RowBatch
 from lockstep.types import RuleError
 
-sample, log_probs = partial(sampler.sample, Ops()), partial(sampler.log_probs, Ops())
+log_probs = partial(sampler.log_probs, Ops())
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(seed=7)
 INF = math.inf
+
+
+def sample(x: Tensor, rows: list[Row], eos_ids: tuple[int, ...] = ()) -> sampler.Sampled:
+    return sampler.sample(Ops(), x, RowBatch.of(rows), eos_ids)
+
+
+def apply_penalties(x: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tensor:
+    return sampler.apply_penalties(x, RowBatch.of(rows), eos_ids)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -273,7 +281,7 @@ def test_cuts_keep_what_plain_numpy_keeps(top_k: int, top_p: float, min_p: float
     x = (x * 2).round() / 2 if ties else x
     x[1, 10:60] = -INF
     row = Row(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, seed=1), 0)
-    settings = sampler.settings([row] * len(x), x.shape[1])
+    settings = sampler.settings(RowBatch.of([row] * len(x)), x.shape[1])
     floats, ints, _ = settings
     tensors = plain.cut(x, ints[:, 0], floats[:, 1], floats[:, 2])
     for r in range(len(x)):
@@ -503,7 +511,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch_at_any_place_with_any_threads(
 def test_the_tensor_operations_are_row_invariant_too(vocab: int):
     """What runs on a device without kernels: not just the tokens, every intermediate."""
     x, rows = crowd(vocab, 64)
-    every = sampler.settings(rows, vocab)
+    every = sampler.settings(RowBatch.of(rows), vocab)
 
     def stages(pick: Any) -> list[Tensor]:
         mine, floats, ints = x[pick], every.floats[pick], every.ints[pick]
@@ -550,7 +558,7 @@ def test_kernel_and_tensors_give_the_same_bits(vocab: int):
         return Row(params, int(rng.integers(1000)))
 
     rows = [drawn() for _ in range(40)]
-    how, k = sampler.settings(rows, vocab), min(vocab, 4)
+    how, k = sampler.settings(RowBatch.of(rows), vocab), min(vocab, 4)
     out, (tokens, states) = sample(x, rows), plain.sample_tokens(x, how.floats, how.ints)
     assert same(out.token_ids, tokens) and same(out.states, states)
     ours, theirs = log_probs(x, tokens, k), plain.compute_logprobs(x, tokens, k)
@@ -562,7 +570,7 @@ def test_kernel_and_tensors_give_the_same_bits(vocab: int):
 @pytest.mark.parametrize("vocab", [257, 4099])
 def test_a_gpu_gives_the_bits_of_the_cpu(vocab: int):
     x, rows = crowd(vocab, 64)
-    how = sampler.settings(rows, vocab)
+    how = sampler.settings(RowBatch.of(rows), vocab)
     moved = how.floats.cuda(), how.ints.cuda()
     edited = apply_penalties(x.cuda(), rows, (1,))
     tokens, _ = plain.sample_tokens(edited, *moved)

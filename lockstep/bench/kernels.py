@@ -26,7 +26,7 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import table
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row, settings
+from lockstep.sample.sampler import Row, RowBatch, settings
 from lockstep.sched.request import Batch
 
 DONE = table("kernels.toml", "lockstep.bench")
@@ -130,8 +130,8 @@ def samplers(t: int) -> Iterator[Calls]:
         return ids.gather(1, torch.multinomial(kept, 1))
 
     for vocab in (4096, 32_000) if t <= 64 else ():
-        how, logits = settings([Row(params, i) for i in range(t)], vocab), noise(t, vocab) * 3
-        ours = partial(OPS.sample_tokens, logits, *how)
+        batch, logits = RowBatch.of([Row(params, i) for i in range(t)]), noise(t, vocab) * 3
+        ours = partial(OPS.sample_tokens, logits, *settings(batch, vocab))
         yield "sampler", f"top-p of {vocab}", ours, partial(tensors, logits)
 
 

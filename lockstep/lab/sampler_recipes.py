@@ -18,7 +18,7 @@ from lockstep.lab.tiny import EOS
 from lockstep.sample import sampler
 from lockstep.sample.formulas import counter, gumbel
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row, noise_of
+from lockstep.sample.sampler import Row, RowBatch, noise_of
 
 WORDS = (0, 1, 2, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1)
 VOCAB = 37  # no multiple of 4, of which the noise makes its groups
@@ -50,7 +50,8 @@ def sample(
     rig: EngineHarness, logits: Tensor, rows: list[Row], eos_ids: tuple[int, ...] = (EOS,)
 ) -> sampler.Sampled:
     """By the device's table, and brought back."""
-    found = sampler.sample(rig.parts.model.ops, logits.to(rig.device.place), rows, eos_ids)
+    there, batch = logits.to(rig.device.place), RowBatch.of(rows)
+    found = sampler.sample(rig.parts.model.ops, there, batch, eos_ids)
     tokens, states = found.token_ids.cpu(), found.states.cpu()
     scores = found.logprobs and on_host(found.logprobs)
     return replace(found, token_ids=tokens, states=states, logprobs=scores)
@@ -85,7 +86,7 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
         rig.check("masked", bool(logits[r, have] != -torch.inf), f"row {r}: {have}")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
-    on_cpu = sampler.sample(Ops(), logits, rows, (EOS,)).token_ids
+    on_cpu = sampler.sample(Ops(), logits, RowBatch.of(rows), (EOS,)).token_ids
     rig.check("devices", torch.equal(on_cpu, chosen), "the CPU chooses otherwise")
 
 

@@ -84,10 +84,8 @@ class RowBatch(NamedTuple):
     token_ids: Mapping[int, NDArray[np.int32]]
 
     @classmethod
-    def of(cls, rows: "RowBatch | Sequence[Row]") -> "RowBatch":
+    def of(cls, rows: Sequence[Row]) -> "RowBatch":
         """From one value per row."""
-        if isinstance(rows, RowBatch):
-            return rows
         how = RowParams.of([row.params for row in rows], [row.prompt_len for row in rows])
         positions = np.array([row.position for row in rows], np.int64)
         return cls(how, positions, {r: row.token_ids for r, row in enumerate(rows)})
@@ -128,13 +126,10 @@ class Sampled:
         return {row: REASONS[int(states[row])] for row in np.flatnonzero(states != f.OK).tolist()}
 
 
-def sample(
-    ops: Ops, logits: Tensor, rows: RowBatch | Sequence[Row], eos_ids: tuple[int, ...] = ()
-) -> Sampled:
+def sample(ops: Ops, logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...] = ()) -> Sampled:
     """Choose one token per row of the model's own logits, floating [S, V], which stay as they are;
     min_tokens keeps `eos_ids` from being chosen, beside each row's stop_token_ids. A row whose
     logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason."""
-    batch = RowBatch.of(rows)
     raw = _checked(logits, len(batch.positions))
     scores = apply_penalties(raw, batch, eos_ids)
     floats, ints, cuts = settings(batch, raw.shape[1])
@@ -171,12 +166,9 @@ def changes(batch: RowBatch) -> list[int]:
     return rows
 
 
-def apply_penalties(
-    logits: Tensor, rows: RowBatch | Sequence[Row], eos_ids: tuple[int, ...]
-) -> Tensor:
+def apply_penalties(logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...]) -> Tensor:
     """Bias, penalties, min_tokens: `logits` themselves if no row asks for a change, otherwise a
     changed copy."""
-    batch = RowBatch.of(rows)
     edited = {r: batch.row(r) for r in changes(batch)}
     if not edited:
         return logits
@@ -225,9 +217,9 @@ def _entries(per_row: Mapping[int, NDArray[Any]], device: torch.device) -> list[
     return [at.long(), ids.long(), *(each.float() for each in numbers)]
 
 
-def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
+def settings(batch: RowBatch, vocab_size: int) -> Settings:
     """The rows' parameters as tensors of the host."""
-    how, positions, _ = RowBatch.of(rows)
+    how, positions, _ = batch
     top_k, index, seed = how.ints
     columns = (np.where(top_k > 0, top_k, vocab_size), *f.counter(seed, index, positions))
     return Settings(how.floats, torch.from_numpy(np.stack(columns, 1)), how.cuts)
