@@ -8,9 +8,7 @@ when a step has come back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +21,6 @@ from lockstep.sched.request import Accepted, AcceptedTokens
 from lockstep.spec.verify import NodeRows, Verified, verify
 
 
-class AskedLogprobs(NamedTuple):
-    """Log-probabilities of the completions that asked: those of completion `rows[i]`, as many as it
-    has tokens, begin with row `begins[i]` of `values`."""
-
-    values: Logprobs | None
-    rows: Sequence[int]
-    begins: Sequence[int]
-
-
 def accept(
     launched: Launched, chosen: Sampled, some_ended: bool
 ) -> tuple[TokenUpdates, AcceptedTokens, list[Ending]]:
@@ -40,10 +29,11 @@ def accept(
     rows, completions, batch = launched.rows, launched.rows.completions, launched.step.batch
     ids = chosen.token_ids.cpu().numpy()
     verified = Verified({}, {}, chosen.errors() if ids.min() < 0 else {})
-    asked = AskedLogprobs(chosen.logprobs, chosen.logprob_rows, range(len(chosen.logprob_rows)))
+    logprobs, begins = chosen.logprobs, {row: i for i, row in enumerate(chosen.logprob_rows)}
     if rows.drafts:
         verified = verify(rows.firsts, drafts_of(launched), ids.tolist(), verified.errors)
-        asked, ids = gathered(launched, chosen, verified), ids[list(rows.firsts)]
+        logprobs, begins = gathered(launched, chosen, verified)
+        ids = ids[list(rows.firsts)]
     nodes, token_ids, errors = verified
     kept, accepted, endings = dict[int, tuple[int, ...]](), dict[int, Accepted](), list[Ending]()
     texts, speculated = dict[int, tuple[str, ...]](), dict[int, Speculated]()
@@ -79,9 +69,8 @@ def accept(
         token_ids=ids.tolist(),
         others=kept,
         texts=texts,
-        logprobs=asked.values,
-        logprob_rows=asked.rows,
-        logprob_begins=asked.begins,
+        logprobs=logprobs,
+        logprob_begins=begins,
         speculated=speculated,
     )
     return updates, AcceptedTokens(ids, accepted), endings
@@ -100,15 +89,17 @@ def drafts_of(launched: Launched) -> dict[int, NodeRows]:
     }
 
 
-def gathered(launched: Launched, chosen: Sampled, verified: Verified) -> AskedLogprobs:
-    """The log-probabilities of accepted tokens."""
+def gathered(
+    launched: Launched, chosen: Sampled, verified: Verified
+) -> tuple[Logprobs | None, dict[int, int]]:
+    """The log-probabilities of accepted tokens, and where those of each completion begin."""
     firsts, logprobs = launched.rows.firsts, chosen.logprobs
-    asked = [row for row, each in enumerate(launched.rows.completions) if each.scored]
     if logprobs is None:
-        return AskedLogprobs(None, asked, [])
+        return None, {}
+    asked = [row for row, each in enumerate(launched.rows.completions) if each.scored]
     number = {row: i for i, row in enumerate(chosen.logprob_rows)}
     paths = [[firsts[row] + node for node in verified.nodes.get(row, (0,))] for row in asked]
     at = [number[row] for path in paths for row in path]
     index = torch.tensor(at, dtype=torch.int64, device=logprobs.chosen.device)  # of none too
-    begins = list(accumulate(map(len, paths), initial=0))[:-1]
-    return AskedLogprobs(Logprobs(*[column[index] for column in logprobs]), asked, begins)
+    begins = accumulate(map(len, paths), initial=0)
+    return Logprobs(*[column[index] for column in logprobs]), dict(zip(asked, begins, strict=False))

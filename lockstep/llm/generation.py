@@ -245,8 +245,8 @@ class Generation:
 class TokenUpdates(NamedTuple):
     """The tokens of a step, a column per quantity: of every completion a new one, which follows its
     first `begins`; `others` are the rows that get more, or less, than one. By row, their text where
-    it was searched; their log-probabilities where these are wanted: those of row `logprob_rows[i]`
-    begin with row `logprob_begins[i]` of `logprobs`; and what was drafted for them so far."""
+    it was searched; where their log-probabilities, one per token, begin in `logprobs` if they are
+    wanted; and what was drafted for them so far."""
 
     completions: Sequence[CompletionState]
     begins: Sequence[int]
@@ -254,8 +254,7 @@ class TokenUpdates(NamedTuple):
     others: Mapping[int, tuple[int, ...]]
     texts: Mapping[int, tuple[str, ...]]
     logprobs: Logprobs | None = None
-    logprob_rows: Sequence[int] = ()
-    logprob_begins: Sequence[int] = ()
+    logprob_begins: Mapping[int, int] = {}
     speculated: Mapping[int, Speculated] = {}
 
     def write(self) -> None:
@@ -269,7 +268,7 @@ class TokenUpdates(NamedTuple):
         for row in going.keys() & self.speculated.keys():
             going[row].speculated = self.speculated[row]
         found = [] if self.logprobs is None else entries(self.logprobs, self.logprobs.top.shape[1])
-        for first, row in zip(self.logprob_begins, self.logprob_rows, strict=True):
+        for row, first in self.logprob_begins.items():
             if row in going:
                 own = found[first : first + len(others.get(row, (0,)))]
                 k = going[row].params.top_logprobs or 0
