@@ -22,16 +22,6 @@ Command = Callable[[argparse.Namespace], int]
 Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
 PRINT_HELP = "lockstep.cli:print_help"  # of a command that wants another word behind it
 CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
-EXAMPLES = """
-lockstep generate "def fib(n):"                    the built-in model continues your text
-lockstep check-env                                 what is installed, which backends work
-lockstep lab run --quick --html lab.html           the quick matrix, and a page to look at
-lockstep lab show cpu/decode/window                one cell, step by step
-lockstep bench attention --json attention.json     speed of the attention backends
-lockstep bench engine --json engine.json           speed of the engine, against transformers
-
-LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bug put back
-(`lockstep lab reverts --list`)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,11 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="lockstep",
-        description="LLM inference with the same bits every time, and the lab that proves it.",
-        examples=EXAMPLES,
-    )
+    parser = Parser(prog="lockstep", **read_table("lockstep"))
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     parser.set_defaults(call=PRINT_HELP, parser=parser)
     commands = parser.commands()
@@ -81,11 +67,15 @@ def print_help(args: argparse.Namespace) -> int:
     return 2
 
 
+def read_table(package: str) -> dict[str, Any]:
+    return tomllib.loads((files(package) / "commands.toml").read_text(encoding="utf-8"))
+
+
 def add_commands(commands: Commands, package: str) -> None:
     """The commands in a package's table, commands.toml: help, call, examples, `options` (names of
     shared ones), `groups` of options, and options of its own. One without a call has others."""
-    table = tomllib.loads((files(package) / "commands.toml").read_text(encoding="utf-8"))
-    shared, places = table.pop("options", {}), {"": commands}
+    table, places = read_table(package), {"": commands}
+    shared = table.pop("options", {})
     for name, entry in table.items():
         group, _, word = name.rpartition(" ")
         examples, text = entry.pop("examples", ""), entry["help"]
