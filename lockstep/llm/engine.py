@@ -31,12 +31,11 @@ from lockstep.kernels.cpu.threads import floor
 from lockstep.kernels.select import DEVICES
 from lockstep.kv.pool import cache_size
 from lockstep.kv.tables import PagePool
+from lockstep.llm import prompts
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing, garbage_waits
 from lockstep.llm.generation import Ending, Generation, StepResult
 from lockstep.llm.output import Chunk
-from lockstep.llm.prompts import Prompt, elements, params_for, token_ids
-from lockstep.llm.prompts import items as item_forms
 from lockstep.llm.rows import Launched, SampledRows, scored
 from lockstep.models import loader
 from lockstep.models.loader import Info, Loaded
@@ -50,7 +49,6 @@ from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds
 from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
-from lockstep.sample.sampler import RowBatch
 from lockstep.sched.request import AcceptedTokens, Batch, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
@@ -209,7 +207,7 @@ class Engine:
         on behind them. A generation is known by its `request_id`, and leaves with its `caller`;
         without one it stays until it has ended or is aborted."""
         ids, source = self._placed(self._checked(prompt_ids))
-        (params,) = params_for(params, 1)
+        (params,) = prompts.params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
         scored = params.top_prompt_logprobs is not None
         if source and scored:
@@ -255,7 +253,7 @@ class Engine:
     ) -> Generation:
         """Takes one prompt in, and continuations whose log-probabilities are wanted."""
         ids, source = self._placed(self._checked(prompt_ids))
-        given = tuple(self._checked(item) for item in item_forms(items))
+        given = tuple(self._checked(item) for item in prompts.items(items))
         longest = max(map(len, given), default=0)
         if not given or len(ids) + longest > self.context_length:
             fit = f"prompt and item fit into the context of {self.context_length}"
@@ -269,8 +267,8 @@ class Engine:
     ) -> tuple[tuple[int, ...], ...]:
         """Tokens that every completion has already; () if there are none."""
         form = ("tokens already generated are a list of ids per completion", "Pass [[id, ...]]")
-        each = [elements(ids, *form) for ids in elements(generated, *form)]
-        known = tuple(token_ids(ids, self.info.vocab_size) for ids in each)
+        each = [prompts.elements(ids, *form) for ids in prompts.elements(generated, *form)]
+        known = tuple(prompts.token_ids(ids, self.info.vocab_size) for ids in each)
         if known and (not new or len(known) != params.n or any(known) != all(known)):
             rule = "tokens already generated are given for every completion or for none"
             raise RuleError(rule, f"{list(map(len, known))} for n={params.n}", "Give them all")
@@ -393,7 +391,7 @@ class Engine:
             self.speculation.launched(self.scheduler, launched.step, launched.hidden)
 
     def _sample(
-        self, step: ScheduledStep, rows: SampledRows, batch: RowBatch, out: StepOutput
+        self, step: ScheduledStep, rows: SampledRows, batch: sampler.RowBatch, out: StepOutput
     ) -> Launched:
         """What every request gets: a step is of one kind. Nothing waits for the device."""
         ops = self.parts.model.ops
@@ -425,7 +423,7 @@ class Engine:
             begins = begins[list(rows.firsts)]
         return replace(launched, begins=tuple(begins.tolist()), chosen=chosen)
 
-    def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:
+    def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> sampler.RowBatch:
         draws = rows.draws
         positions = draws.positions(step.cached_lens)
         history = {}
@@ -435,7 +433,7 @@ class Engine:
             before = step.batch.requests[owner].tokens[: positions[row] - len(path)]
             nodes = [step.ids.item(begin + node) for node in path]
             history[row] = np.array([*before, *nodes], np.int32)
-        return RowBatch(draws.how, positions, history)
+        return sampler.RowBatch(draws.how, positions, history)
 
     def _settle(self, later: int) -> list[Generation]:
         """Takes in what launched steps have brought, of all but the last `later`. Before `_settled`
@@ -554,8 +552,8 @@ class Engine:
         pools = [PagePool(n) if n else None for n in self._num_pages]
         return Scheduler(self.kinds, pools, self.config, arrivals)
 
-    def _checked(self, prompt_ids: Prompt) -> tuple[int, ...]:
-        ids = token_ids(prompt_ids, self.info.vocab_size)
+    def _checked(self, prompt_ids: prompts.Prompt) -> tuple[int, ...]:
+        ids = prompts.token_ids(prompt_ids, self.info.vocab_size)
         if not ids:
             rule = "a prompt has at least one token"
             raise RuleError(rule, "an empty prompt", "Start with some text")

@@ -81,9 +81,7 @@ def library_for(n: int, k: int, rows: int) -> str | None:
     measured = MEASURED.get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return next(iter(measured[1:]), None)
-    if rows >= LIBRARY_ROWS:
-        return "cublas"
-    return None
+    return "cublas" if rows >= LIBRARY_ROWS else None
 
 
 def differing(a: Tensor, b: Tensor) -> int:
