@@ -57,6 +57,7 @@ from lockstep.text import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
+Known = tuple[tuple[int, ...], ...]  # tokens that every completion has already; () if none has
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
 
@@ -262,10 +263,8 @@ class Engine:
         spec = RequestSpec(ids, 0, encoder_ids=source, items=given, request_id=self._free_id())
         return self._take(spec, ITEM, caller)
 
-    def _known(
-        self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """Tokens that every completion has already; () if there are none."""
+    def _known(self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int) -> Known:
+        """What was `generated` before, checked."""
         form = ("tokens already generated are a list of ids per completion", "Pass [[id, ...]]")
         each = [prompts.elements(ids, *form) for ids in prompts.elements(generated, *form)]
         known = tuple(prompts.token_ids(ids, self.info.vocab_size) for ids in each)
@@ -283,11 +282,7 @@ class Engine:
         return next(name for name in names if name not in self.generations)
 
     def _take(
-        self,
-        spec: RequestSpec,
-        params: SamplingParams,
-        caller: Caller | None,
-        generated: tuple[tuple[int, ...], ...] = (),
+        self, spec: RequestSpec, params: SamplingParams, caller: Caller | None, known: Known = ()
     ) -> Generation:
         with Turn(self._turns):
             self._tidy()
@@ -298,8 +293,8 @@ class Engine:
             request = Request(spec, self.scheduler.arrivals)
             text = (self.tokenizer, self.info.eos_token_ids)
             generation = Generation(params, request, text, caller)
-            if generated:
-                generation.go_on(generated)
+            if known:
+                generation.go_on(known)
             if not generation.done:
                 self._changing = True
                 self.scheduler.resume(generation.resumed())

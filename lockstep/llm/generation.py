@@ -18,7 +18,7 @@ from lockstep.llm.output import NOT_SPECULATED, Chunk, Completion, Floats, Outpu
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Logprobs
 from lockstep.sched.request import Accepted, Request
-from lockstep.text import Stream, Tokenizer
+from lockstep.text import Ids, Stream, Tokenizer
 from lockstep.types import RuleError
 
 Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it
@@ -29,12 +29,7 @@ class CompletionState:
     """A completion while it grows, to `most` tokens. `given` ones are an item's."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: tuple[int, ...],
-        text: Text,
-        most: int = 0,
-        given: Sequence[int] = (),
+        self, params: SamplingParams, prompt_ids: Ids, text: Text, most: int = 0, given: Ids = ()
     ) -> None:
         self.params, self.prompt_ids, self.prompt_len = params, prompt_ids, len(prompt_ids)
         self.most, self.given, self.token_ids = most, bool(given), list(given)

@@ -17,6 +17,8 @@ ITEM = 12  # int32 per item: page entry, rows [begin, end), positions [lo, hi) t
 # [begin, end), its block's first row of parts, which of them it is and how many there are, its
 # block, where listed positions begin
 Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class Rows(NamedTuple):
@@ -30,12 +32,7 @@ class Rows(NamedTuple):
 
 
 def items(
-    rows: Rows,
-    requests: NDArray[np.int64],
-    group: int,
-    block_rows: int,
-    splits: Splits,
-    parts: NDArray[np.bool_],
+    rows: Rows, requests: Longs, group: int, block_rows: int, splits: Splits, parts: Flags
 ) -> tuple[Ints, int, int]:
     """The items of `requests` [N, ITEM], longest first: one per block or, where `parts` says so of
     a request, one per block and split; with rows of parts and blocks, which are per kv head."""
@@ -50,7 +47,7 @@ def items(
 
 
 @cache
-def begins(splits: Splits, count: int) -> NDArray[np.int64]:
+def begins(splits: Splits, count: int) -> Longs:
     """Of so many splits."""
     return np.asarray(splits.begin(np.arange(count)), np.int64)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.kernels.triton.items import Rows
+from lockstep.kernels.triton.items import Flags, Longs, Rows
 from lockstep.order import AttentionOrder, stored_len
 from lockstep.plan.build import power
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
@@ -86,7 +85,7 @@ DECODE = Tuning(rows=16, warps=4, stages=3, parts=True, registers=128, kernel="d
 PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")
 LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
 
-Choice = tuple[Tuning, NDArray[np.int64], NDArray[np.bool_]]  # requests, and which are split
+Choice = tuple[Tuning, Longs, Flags]  # requests, and which are split
 
 
 def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
@@ -110,7 +109,7 @@ def group_of(spec: GroupSpec, tuning: Tuning) -> int:
     return 1 if tuning.kernel == "prefill" else spec.group_size
 
 
-def split_up(spec: GroupSpec, rows: Rows, requests: NDArray[np.int64], tuning: Tuning) -> Choice:
+def split_up(spec: GroupSpec, rows: Rows, requests: Longs, tuning: Tuning) -> Choice:
     """Requests of which those are split over programs that have more keys than a multiprocessor's
     share of all that is read, so that one would be busy when the others are done."""
     first, end = rows.q_indptr[requests], rows.q_indptr[requests + 1]
@@ -147,7 +146,7 @@ def choose(
     return [choice for choice in chosen if len(choice[1])]
 
 
-def alike(tuning: Tuning, mask: NDArray[np.bool_]) -> Choice:
+def alike(tuning: Tuning, mask: Flags) -> Choice:
     """Requests that are all split over programs, or none of them."""
     requests = np.flatnonzero(mask)
     return tuning, requests, np.full(len(requests), tuning.parts)
