@@ -77,8 +77,7 @@ def hear(found: dict[str, str], label: str, fn: Any, compile: dict[str, Any], **
 
 
 def variants() -> dict[str, str]:
-    """Of all binaries, by name: a kernel and what it is compiled for, as Triton's `preload` takes
-    it."""
+    """By name: a kernel and what it is compiled for, as Triton's `preload` takes it."""
     found: dict[str, str] = {}
     for label, function, *arguments in (*attentions(), *gemms(), *rows(), *experts()):
         with offline(partial(hear, found, label)):
