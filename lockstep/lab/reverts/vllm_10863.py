@@ -33,8 +33,8 @@ RELATED = ("sglang-11096", "sglang-7207", "trtllm-6136")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def settings(rows: Any, vocab_size: int) -> Any:
-        how = old(rows, vocab_size)
+    def settings(batch: Any, vocab_size: int) -> Any:
+        how = old(batch, vocab_size)
         order = (how.floats[:, 0] == 0).argsort(stable=True)
         return how._replace(floats=how.floats[order], ints=how.ints[order])
 
