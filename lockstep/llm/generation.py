@@ -266,7 +266,7 @@ class TokenUpdates(NamedTuple):
         for row, first in self.logprob_begins.items():
             if row in going:
                 own = found[first : first + len(others.get(row, (0,)))]
-                k = going[row].params.top_logprobs or 0
+                k = going[row].params.numbers.top or 0
                 going[row].scores[begins[row] :] = [(one, best[:k]) for one, best in own]
 
 
