@@ -25,7 +25,8 @@ def standalone(
     device: torch.device = CPU,
 ) -> Step:
     """Lowered and bound, on a device."""
-    layout = layout_of(plan, backend)
+    specs = tuple(group.spec for group in plan.groups)
+    layout = layout_of(plan.bucket, specs, backend)
     image = np.zeros(layout.length, np.int32)
     variants = lower(plan, ids, backend, layout, image)
     views = layout.views(torch.from_numpy(image).to(device))

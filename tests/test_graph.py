@@ -99,7 +99,7 @@ def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
     ints = torch.arange(10).view(2, 5) + 2**40
     room = np.full(3 * SETTING, 9, np.int32)
     write_settings(room, Settings(floats, ints, True))
-    how = read_settings(torch.from_numpy(room), 0, True)
+    how = read_settings(room, True)
     assert torch.equal(how.floats[:2], floats) and torch.equal(how.ints[:2], ints) and how.cuts
     assert not how.floats[2].any() and not how.ints[2].any()
 

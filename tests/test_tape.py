@@ -493,7 +493,7 @@ def test_what_a_backend_derives_fits_what_it_stated_and_is_written_whole(lens, p
     plan = build((spec,), works)
     if padded:
         plan = pad(plan, Buckets((1, 8, 64, 256)).fit(plan))
-    layout = layout_of(plan, cpu.Backend())
+    layout = layout_of(plan.bucket, (spec,), cpu.Backend())
     image = np.full(layout.length, CANARY, np.int32)
     lower(plan, [1] * plan.real.tokens, cpu.Backend(), layout, image)
     for views in layout.views(image):

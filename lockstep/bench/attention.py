@@ -91,7 +91,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
     for storage, values in zip(pool.storages[0], (k, v), strict=True):
         storage[slots.reshape(-1)] = values.permute(0, 2, 1, 3).reshape(-1, case.kv_heads, case.d)
     backend, _ = select.select("cpu", [spec], "cpu")
-    layout = layout_of(plan, backend)
+    layout = layout_of(plan.bucket, (spec,), backend)
     image = np.zeros(layout.length, np.int32)
     variants = lower(plan, (), backend, layout, image)
     (handle,) = handles_of(layout, layout.views(torch.from_numpy(image)), variants, backend)

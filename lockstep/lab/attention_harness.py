@@ -263,7 +263,8 @@ class AttentionHarness(Judgement):
             have = group.kv_lens.tolist() if isinstance(group, PagedGroup) else want
             fault = f"group {g} has kv_lens {have[:8]}, not {want[:8]}"
             self.check("plan", have[: len(want)] == want, fault)
-        views = layout_of(plan, self.backend).views(self.guarded.image)
+        specs = tuple(group.spec for group in plan.groups)
+        views = layout_of(plan.bucket, specs, self.backend).views(self.guarded.image)
         for own, group in zip(map(vars, views), plan.groups, strict=True):
             given = {**vars(plan), **vars(group)}
             names = own.keys() & given.keys() - {"start"}  # a group without lists has its own

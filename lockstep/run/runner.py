@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kernels.cpu.threads import Room, setting
+from lockstep.kernels.cpu.threads import Room, setting, where
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.ops import Ops, sent, unmarked
@@ -72,12 +74,14 @@ class StepOutput(NamedTuple):
 
 
 class BoundRows(NamedTuple):
-    """The rows of a step on the device."""
+    """The rows of a step on the device, and how those that it emits are sampled, if they are."""
 
+    kind: StepKind
     ids: Tensor
     positions: Tensor
     arrays: PlanArrays
     step: Step
+    how: Settings | None
 
 
 class Chain(NamedTuple):
@@ -98,8 +102,7 @@ class Part(NamedTuple):
     kind: StepKind
     layout: ImageLayout
     variants: Variants
-    begin: int
-    end: int
+    place: slice
     cuts: bool | None
 
 
@@ -167,7 +170,7 @@ class Runner:
         self.warmth = PLAIN  # of the last launch
         self._seen = Counter[Signature]()  # launches of a CPU that are not recorded
         self._replays = Counter[str]()
-        self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
+        self._layout = lru_cache(LAYOUTS)(lambda kind, b: layout_of(b, kind.specs, backend))
 
     def run(
         self,
@@ -196,16 +199,12 @@ class Runner:
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
-            rows, settings = self._bound(parts[0], image)
-            if settings is None or chain is None or not (chain.plan or len(self.sampled)):
-                return self._computed(kind, rows, settings)
-            if chain.plan:
-                first = self._computed(kind, rows, settings)
-                return self._followed(first, parts[1], image, chain.guesses)
-            rows, settings = self._shifted(rows, settings)
-            output = self._computed(kind, rows, settings)
-            self._guess(chain, output, rows, settings)
-            return output
+            rows = self._bound(parts[0], image)
+            if chain and chain.plan:
+                return self._followed(rows, parts[1], image, chain.guesses)
+            if chain and len(self.sampled):
+                return self._guessed(rows, chain)
+            return self._computed(rows)
 
         narrow = self.widths if self.studio else range(1, NARROW + 1)
         if not (self.graphs and (self.every or captures(plan.bucket, narrow))):
@@ -216,7 +215,7 @@ class Runner:
             buckets=tuple([part.layout.bucket for part in parts]),
             kind=kind,
             variants=tuple([part.variants for part in parts]),
-            addresses=(image.data_ptr(), *sum(buffers, ())),
+            addresses=(where(image), *sum(buffers, ())),
             threads=() if self.studio else (*setting(), torch.is_inference_mode_enabled()),
             cuts=how.cuts if how else None,
             chain=chain and chain._replace(plan=None),
@@ -225,42 +224,41 @@ class Runner:
 
     def _load(
         self, steps: Sequence[tuple[StepPlan, Ids, StepKind]], how: Settings | None, wider: int
-    ) -> tuple[list[Part], Tensor]:
+    ) -> tuple[list[Part], Any]:
         """The steps of a launch into the arena, one behind the other. The settings are the first
-        one's; positions of those behind it are later ones."""
-        parts, end = list[Part](), 0
-        for plan, _, kind in steps:
-            layout, begin = self._layout(plan, kind), end
-            end += layout.length + bool(how) * plan.bucket.emits * SETTING
-            parts.append(Part(kind, layout, (), begin, end, how.cuts if how else None))
-        room = self.arena.host(end)
-        for nth, (part, (plan, ids, _)) in enumerate(zip(parts, steps, strict=True)):
-            middle = part.begin + part.layout.length
-            tokens, own = np.asarray(ids, np.int32), room[part.begin : middle]
-            variants = lower(plan, tokens, self.backend, part.layout, own)
+        one's; positions of those behind it are later ones. The image is an array of numpy on a CPU:
+        torch releases the interpreter's lock even to slice."""
+        layouts = [self._layout(kind, plan.bucket) for plan, _, kind in steps]
+        lens = [each.length + bool(how) * each.bucket.emits * SETTING for each in layouts]
+        bounds = list(accumulate(lens, initial=0))
+        room, parts = self.arena.host(bounds[-1]), list[Part]()
+        for nth, (plan, ids, kind) in enumerate(steps):
+            layout, place = layouts[nth], slice(*bounds[nth : nth + 2])
+            numbers, settings = np.split(room[place], [layout.length])
+            variants = lower(plan, np.asarray(ids, np.int32), self.backend, layout, numbers)
             if wider:
-                every = self._all(part.layout, variants)
+                every = self._all(layout, variants)
                 variants = tuple([each[: wider + 1][-1] for each in every])
-            parts[nth] = part._replace(variants=variants)
             if how:
-                write_settings(room[middle : part.end], how, nth)
-        return parts, self.arena.load(end)
+                write_settings(settings, how, nth)
+            parts.append(Part(kind, layout, variants, place, how.cuts if how else None))
+        image = self.arena.load(bounds[-1])
+        return parts, image.numpy() if image.device.type == "cpu" else image
 
-    def _bound(self, part: Part, image: Tensor) -> tuple[BoundRows, Settings | None]:
-        """A step of the arena, whose keys that the plan relocates are in their places, and how its
-        rows are sampled."""
+    def _bound(self, part: Part, image: Any) -> BoundRows:
+        """A step of the arena, whose keys that the plan relocates are in their places."""
+        own, layout = image[part.place], part.layout
         pools = [self.pools[g] for g in part.kind.groups]
-        views = views_of(part.layout, image, part.begin)
-        step = bind(part.layout, views, part.variants, self.backend, pools, part.kind.layer_map)
+        views = views_of(layout, own[: layout.length])
+        step = bind(layout, views, part.variants, self.backend, pools, part.kind.layer_map)
         step.relocate()
         ids, positions = inputs(views[0])
         if len(self.sampled):
             ids = resolved(ids, self.sampled)
-        rows = BoundRows(ids, positions, views[0], step)
-        if part.cuts is None:
-            return rows, None
-        middle = part.begin + part.layout.length
-        return rows, read_settings(image, middle, part.cuts, part.end)
+        how = None if part.cuts is None else read_settings(own[layout.length :], part.cuts)
+        return BoundRows(
+            kind=part.kind, ids=ids, positions=positions, arrays=views[0], step=step, how=how
+        )
 
     def check(self, plan: StepPlan, kind: StepKind) -> None:
         """Raises unless the plan is legal."""
@@ -268,26 +266,28 @@ class Runner:
             pools = [self.pools[g] for g in kind.groups]
             check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
 
-    def _computed(self, kind: StepKind, rows: BoundRows, how: Settings | None) -> StepOutput:
+    def _computed(self, rows: BoundRows) -> StepOutput:
         """The rows of a step, those that it emits and, with settings, what is sampled of these."""
+        kind = rows.kind
         wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
         out = kind.forward(rows.ids, rows.positions, rows.step, *wanted)
         hidden, *layers = out if wanted else (out,)
         output = StepOutput(hidden, emitted(self.ops, hidden, rows.arrays), tuple(layers))
         if layers and kind.name in DRAFTS:
             output = output._replace(layers=(), behind=emitted(self.ops, layers[0], rows.arrays))
-        if how is None:
+        if rows.how is None:
             return output
         logits = kind.model.logits(output.emitted)
-        return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *how))
+        return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *rows.how))
 
-    def _followed(self, first: StepOutput, part: Part, image: Tensor, count: int) -> StepOutput:
-        """What a step has sampled, and what is guessed behind it by further steps, `count` in all:
-        each reads the token, and the state, of the one before."""
-        output, guesses, model = first, list[tuple[Tensor, Tensor]](), cast(Any, part.kind.model)
-        (rows, how), n = self._bound(part, image), part.layout.bucket.requests
-        assert how is not None, "settings were given"
-        counters = how.ints[:, 1:]
+    def _followed(self, rows: BoundRows, part: Part, image: Any, count: int) -> StepOutput:
+        """What a step samples, and what is guessed behind it by further steps, `count` in all: each
+        reads the token, and the state, of the one before."""
+        first = output = self._computed(rows)
+        guesses, model = list[tuple[Tensor, Tensor]](), cast(Any, part.kind.model)
+        rows, n = self._bound(part, image), part.layout.bucket.requests
+        assert rows.how is not None, "settings were given"
+        counters = rows.how.ints[:, 1:]
         for nth in range(count):
             if nth > 1:
                 rows.step.advance(counters)
@@ -295,38 +295,38 @@ class Runner:
                 rows.ids.copy_(guesses[-1][0][:n]).clamp_(min=0)
                 if output.behind is not None:
                     model.hidden[:n].copy_(output.behind[:n])
-                output = self._computed(part.kind, rows, how)
+                output = self._computed(rows)
             assert output.logits is not None and output.sampled is not None, "settings were given"
             tokens, _ = output.sampled
             guesses.append((tokens, self.ops.compute_logprobs(output.logits, tokens, 0)[0]))
         return first._replace(guesses=tuple(guesses))
 
-    def _shifted(self, rows: BoundRows, how: Settings) -> tuple[BoundRows, Settings]:
-        """The same, but that later rows are emitted, as the device alone knows."""
-        by, ints = self.shift[: len(rows.arrays.emit)], how.ints.clone()
-        ints[:, 1] += by  # positions
-        arrays = replace(rows.arrays, emit=rows.arrays.emit + by)
-        return rows._replace(arrays=arrays), how._replace(ints=ints)
-
-    def _guess(self, chain: Chain, output: StepOutput, rows: BoundRows, how: Settings) -> None:
-        """Guess i of request k, of n with the pads, becomes sample GUESSES + i * n + k. For each
-        all rows are computed once more: the one behind the last that counts has its token then, and
-        reads what that one left."""
-        ids, arrays, n = rows.ids, rows.arrays, len(rows.arrays.emit)
-        begins = torch.arange(0, len(ids), len(ids) // n, dtype=torch.int32, device=ids.device)
-        at, ints = torch.maximum(arrays.emit, begins), how.ints.clone()  # a pad's are its own
+    def _guessed(self, rows: BoundRows, chain: Chain) -> StepOutput:
+        """What a step samples of rows that lie behind those that the plan emits, by how many the
+        device alone knows (`shift`), and guesses: guess i of request k, of n with the pads, becomes
+        sample GUESSES + i * n + k. For each all rows are computed once more: the one behind the
+        last that counts has its token then, and reads what that one left."""
+        assert rows.how is not None, "settings were given"
+        arrays, n, model = rows.arrays, len(rows.arrays.emit), cast(Any, chain.kind.model)
+        at, ints = arrays.emit + self.shift[:n], rows.how.ints.clone()
+        ints[:, 1] += self.shift[:n]  # positions
+        rows = rows._replace(arrays=replace(arrays, emit=at), how=rows.how._replace(ints=ints))
+        first = output = self._computed(rows)
+        width = len(rows.ids) // n
+        begins = torch.arange(0, len(rows.ids), width, dtype=torch.int32, device=at.device)
+        at = torch.maximum(at, begins)  # a pad's are its own
         for i in range(chain.guesses):
             place = self.sampled[GUESSES + i * n : GUESSES + (i + 1) * n]
             assert output.sampled is not None, "settings were given"
             torch.clamp(output.sampled[0], min=0, out=place)
             if i + 1 < chain.guesses:
-                at, ints[:, 1] = at + 1, ints[:, 1] + 1  # rows and positions
-                ids = ids.index_copy(0, at.long(), place)
+                at, ints[:, 1] = at + 1, ints[:, 1] + 1
+                ids = rows.ids.index_copy(0, at.long(), place)
                 if output.behind is not None:
-                    model: Any = chain.kind.model
                     model.hidden.index_copy_(0, at.long(), output.behind)
-                rows = rows._replace(ids=ids, arrays=replace(arrays, emit=at))
-                output = self._computed(chain.kind, rows, how._replace(ints=ints))
+                rows = rows._replace(kind=chain.kind, ids=ids, arrays=replace(arrays, emit=at))
+                output = self._computed(rows)
+        return first
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -337,15 +337,6 @@ class Runner:
     def even(self) -> bool:
         """Whether drafts are verified by recorded launches: all requests have as many rows then."""
         return len(self.widths) > 1
-
-    def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
-        """Where the numbers of a step lie."""
-        key = (kind, plan.bucket)
-        if key not in self._layouts:
-            if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = layout_of(plan, self.backend)
-        return self._layouts[key]
 
     def keep(self, token_ids: Tensor, at: int = 0) -> None:
         """What a step sampled, for rows of the next that wait for it; guesses from GUESSES on."""
@@ -384,7 +375,7 @@ class Runner:
             zeros = torch.zeros(plan.real.emits, max(FLOATS, INTS), dtype=torch.int64)
             how = Settings(zeros[:, :FLOATS].float(), zeros[:, :INTS], False)
             self.run(plan, (), kind, how, chain=chain)
-            layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))
+            layout, last = self._layout(kind, plan.bucket), next(reversed(self.tapes))
             each = self._all(layout, last.variants[0]) if self.studio else [()]
             for wider in range(1, max(map(len, each))):
                 self.run(plan, (), kind, how, wider, chain)
@@ -460,14 +451,9 @@ def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.de
     return replace(plan, groups=tuple(groups), bucket=bucket)
 
 
-def views_of(layout: ImageLayout, image: Tensor, begin: int = 0) -> tuple[PlanArrays, ...]:
-    """Where a step's arrays lie on the device. On a CPU by numpy: torch releases the interpreter's
-    lock even to slice."""
-    end = begin + layout.length
-    if image.device.type != "cpu":
-        return layout.views(image[begin:end])
-    each = layout.views(image.numpy()[begin:end])
-    return tuple([PlanArrays(*map(torch.from_numpy, vars(own).values())) for own in each])
+def views_of(layout: ImageLayout, image: Any) -> list[PlanArrays]:
+    """Where a step's arrays lie on the device."""
+    return [PlanArrays(*map(torch.as_tensor, vars(own).values())) for own in layout.views(image)]
 
 
 def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
@@ -497,25 +483,20 @@ def write_settings(room: Ints, settings: Settings, later: int = 0) -> None:
     ints[:, 1] += later
 
 
-def read_settings(image: Tensor, begin: int, cuts: bool, last: int | None = None) -> Settings:
-    """The same on the device, where they begin in an image, and where they end."""
-    last = len(image) if last is None else last
-    end = begin + 2 * FLOATS * ((last - begin) // SETTING)
-    if image.device.type == "cpu":
-        numbers = image.numpy()
-        parts = (numbers[begin:end].view(np.float64), numbers[end:last].view(np.int64))
-        floats, ints = (torch.from_numpy(p.reshape(-1, n)) for p, n in zip(parts, (FLOATS, INTS)))
-        return Settings(floats, ints, cuts)
-    floats = image[begin:end].view(torch.float64).view(-1, FLOATS)
-    return Settings(floats, image[end:last].view(torch.int64).view(-1, INTS), cuts)
+def read_settings(room: Any, cuts: bool) -> Settings:
+    """The same on the device."""
+    at, dtypes = 2 * FLOATS * (len(room) // SETTING), torch if isinstance(room, Tensor) else np
+    floats = room[:at].view(dtypes.float64).reshape(-1, FLOATS)
+    ints = room[at:].view(dtypes.int64).reshape(-1, INTS)
+    return Settings(torch.as_tensor(floats), torch.as_tensor(ints), cuts)
 
 
-def planner_buffers(part: Part, image: Tensor, backend: Backend) -> tuple[int, ...]:
+def planner_buffers(part: Part, image: Any, backend: Backend) -> tuple[int, ...]:
     """Where the buffers lie that a library's planner keeps for this step."""
     names = backend.caps.planner_buffers
     if not names:
         return ()
-    views = views_of(part.layout, image, part.begin)
+    views = views_of(part.layout, image[part.place][: part.layout.length])
     handles = handles_of(part.layout, views, part.variants, backend)
     return tuple(getattr(handle, name).data_ptr() for handle in handles for name in names)
 

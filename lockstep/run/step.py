@@ -17,7 +17,7 @@ from lockstep.kv import pool as kv
 from lockstep.ops import operation
 from lockstep.plan import image as plan_image
 from lockstep.plan.image import ImageLayout, PlanArrays
-from lockstep.plan.step import Ints, StepPlan
+from lockstep.plan.step import Bucket, Ints, StepPlan
 from lockstep.types import GroupSpec, RuleError
 
 if TYPE_CHECKING:
@@ -104,11 +104,10 @@ class Step:
         self.stores[at.group].keys(at.layer, k, v)
 
 
-def layout_of(plan: StepPlan, backend: Backend) -> ImageLayout:
+def layout_of(bucket: Bucket, specs: tuple[GroupSpec, ...], backend: Backend) -> ImageLayout:
     """Where a step's numbers lie, for this backend."""
-    specs = tuple([group.spec for group in plan.groups])
-    derived = [backend.derived_len(spec, plan.bucket.of(g)) for g, spec in enumerate(specs)]
-    return ImageLayout(plan.bucket, specs, tuple(derived))
+    derived = [backend.derived_len(spec, bucket.of(g)) for g, spec in enumerate(specs)]
+    return ImageLayout(bucket, specs, tuple(derived))
 
 
 def lower(

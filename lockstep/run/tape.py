@@ -128,17 +128,10 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
 def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
     """Of a call of torch that only copies float32 rows on a CPU: its result, and from where to
     where. `cat` is of columns."""
-    if (
-        func is torch.ops.aten.copy_.default
-        and plain_rows(args[:2])
-        and args[0].shape == args[1].shape
-    ):
+    copy, cat = torch.ops.aten.copy_.default, torch.ops.aten.cat.default
+    if func is copy and plain_rows(args[:2]) and args[0].shape == args[1].shape:
         return args[0], [(args[1], args[0])]
-    if (
-        func is not torch.ops.aten.cat.default
-        or args[1:] not in ((-1,), (1,))
-        or not plain_rows(args[0])
-    ):
+    if func is not cat or args[1:] not in ((-1,), (1,)) or not plain_rows(args[0]):
         return None
     widths = [part.shape[1] for part in args[0]]
     made = threads.empty(len(args[0][0]), sum(widths))
