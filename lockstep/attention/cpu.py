@@ -7,7 +7,7 @@ together; `bind` adds the constants of every layer.
 from collections import namedtuple
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from lockstep.kernels.cpu.threads import empty, where
 from lockstep.kv.pool import Keys, widened
 from lockstep.ops import transparent
 from lockstep.plan.image import PlanArrays
-from lockstep.plan.step import Bucket, Group, StepPlan, frozen
+from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
 BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
@@ -187,9 +187,9 @@ def most_blocks(spec: GroupSpec, bucket: Bucket) -> int:
 
 def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
     """[NB, 3] (request, first row, end row): every request's, in blocks of at most `rows`."""
-    if 0 < plan.bucket.width <= rows:
-        return whole_requests(plan.bucket.requests, plan.bucket.width)
     request = np.arange(plan.bucket.requests, dtype=np.int32)
+    if 0 < plan.bucket.width <= rows:
+        return np.stack((request, plan.q_indptr[:-1], plan.q_indptr[1:]), 1)
     counts = -(-plan.new_lens // rows)
     request = np.repeat(request, counts)
     first = np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
@@ -197,13 +197,6 @@ def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
     begin = plan.q_indptr[request] + nth * np.int32(rows)
     end = np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])
     return np.stack((request, begin, end), 1)
-
-
-@lru_cache(256)
-def whole_requests(count: int, width: int) -> NDArray[np.int32]:
-    """The same where a request is a block."""
-    request = np.arange(count, dtype=np.int32)
-    return frozen(np.stack((request, request * width, (request + 1) * width), 1, dtype=np.int32))
 
 
 def layers(spec: GroupSpec) -> dict[AttnSpec, Tensor]:

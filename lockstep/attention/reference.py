@@ -50,7 +50,7 @@ class Backend(base.Backend):
         group, arrays = handle
         out = q.new_zeros(*q.shape[:2], keys.v.shape[2])
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
-        views = PlanArrays(**{name: _host(array) for name, array in vars(arrays).items()})
+        views = PlanArrays(*[torch.as_tensor(a).cpu().numpy() for a in vars(arrays).values()])
         for row in range(len(q)):
             slots = torch.from_numpy(_slots(views, group, row))
             k, v = (_bits(kept)[slots].view(kept.dtype).double() for kept in keys)
@@ -74,10 +74,6 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor,
         return v.new_zeros(len(q), v.shape[2]), v.new_full((len(q),), -math.inf)
     lse = torch.logsumexp(scores, 1)
     return torch.einsum("hn,nhd->hd", torch.exp(scores - lse[:, None]), v), lse
-
-
-def _host(array: Any) -> NDArray[np.int32]:
-    return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
 
 
 def _slots(views: PlanArrays, spec: GroupSpec, row: int) -> NDArray[np.int64]:

@@ -207,8 +207,8 @@ class Runner:
             return self._computed(rows)
 
         narrow = self.widths if self.studio else range(1, NARROW + 1)
+        self.warmth = PLAIN
         if not (self.graphs and (self.every or captures(plan.bucket, narrow))):
-            self.warmth = PLAIN
             return launch().only(plan.real)
         buffers = [planner_buffers(part, image, self.backend) for part in parts]
         signature = Signature(

@@ -141,11 +141,8 @@ def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor,
 
 def plain_rows(some: Sequence[Any]) -> bool:
     """Whether all are rows of float32 on a CPU, of columns that lie one behind the other."""
-    tensors = [each for each in some if isinstance(each, Tensor) and each.ndim == 2]
-    return len(tensors) == len(some) and all(
-        each.dtype is torch.float32 and each.device.type == "cpu" and each.stride(1) == 1
-        for each in tensors
-    )
+    kinds = [(t.ndim, t.dtype, t.device.type, t.stride()[-1:]) for t in tensors(some)]
+    return kinds == [(2, torch.float32, "cpu", (1,))] * len(some)
 
 
 def asks_numbers(func: Any, args: tuple[Any, ...]) -> bool:

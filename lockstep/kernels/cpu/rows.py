@@ -30,7 +30,6 @@ SPREAD, COPY, WRITE, TAKE = range(12, 16)
 ELEMENT_NS = {ANGLES: 8, WRITE: 4, TAKE: 4}  # of one thread, else 1
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
-HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 # gelu's: sqrt(1/2), sqrt(2/pi) and what the cube is multiplied by
 ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
@@ -110,12 +109,12 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 def act_and_mul(x: Tensor, act: Activation) -> Tensor:
     """act(gate) · up of [t, gate then up]."""
-    return _run(GATE, x, KINDS[act])
+    return _run(GATE, x, KINDS[act], columns=x.shape[1] // 2)
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], within the limits."""
-    return _run(CLAMPED, x, _bits(alpha), _bits(limit))
+    return _run(CLAMPED, x, _bits(alpha), _bits(limit), columns=x.shape[1] // 2)
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -130,10 +129,7 @@ def shares(x: Tensor, floor: float) -> Tensor:
 
 def spread(x: Tensor, columns: Tensor, size: int) -> Tensor:
     """y[:, columns] = x of x [t, n] and distinct columns int64 [n], all below the size."""
-    y = empty(len(x), size)
-    more = (columns.data_ptr(), len(columns))
-    _call(SPREAD, (x.data_ptr(), 4 * x.stride(0), 0), y, (len(x), 1, size), more)
-    return y
+    return _run(SPREAD, x, columns.data_ptr(), len(columns), columns=size)
 
 
 def copy(x: Tensor, y: Tensor) -> None:
@@ -181,10 +177,11 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     return torch.from_numpy(y)
 
 
-def _run(what: int, x: Tensor, *more: int) -> Tensor:
-    """One call over the rows of x: [outer, n] or [outer, inner, n]."""
+def _run(what: int, x: Tensor, *more: int, columns: int = 0) -> Tensor:
+    """One call over the rows of x: [outer, n] or [outer, inner, n], with so many columns of y, or
+    as many."""
     (outer, *inner, n), (x_outer, *x_inner, _) = x.shape, x.stride()
-    n = n // 2 if what in HALVED else n
+    n = columns or n
     y, (one, step) = empty(outer, *inner, n), (inner[0], x_inner[0]) if inner else (1, 0)
     _call(what, (x.data_ptr(), 4 * x_outer, 4 * step), y, (outer, one, n), more)
     return y
