@@ -234,13 +234,13 @@ class Runner:
         room, parts = self.arena.host(bounds[-1]), list[Part]()
         for nth, (plan, ids, kind) in enumerate(steps):
             layout, place = layouts[nth], slice(*bounds[nth : nth + 2])
-            numbers, settings = np.split(room[place], [layout.length])
-            variants = lower(plan, np.asarray(ids, np.int32), self.backend, layout, numbers)
+            own, tokens = room[place], np.asarray(ids, np.int32)
+            variants = lower(plan, tokens, self.backend, layout, own[: layout.length])
             if wider:
                 every = self._all(layout, variants)
                 variants = tuple([each[: wider + 1][-1] for each in every])
             if how:
-                write_settings(settings, how, nth)
+                write_settings(own[layout.length :], how, nth)
             parts.append(Part(kind, layout, variants, place, how.cuts if how else None))
         image = self.arena.load(bounds[-1])
         return parts, image.numpy() if image.device.type == "cpu" else image
