@@ -92,7 +92,7 @@ class InstrumentedEngine(Engine):
     def _note(self, step: ScheduledStep) -> None:
         batch, tree, running = step.batch, self.scheduler.tree, len(self.scheduler.running)
         limit, before = self.config.max_running_requests, self.cached
-        self.cached = Counter({g: np.count_nonzero(pool.kept) for g, pool in tree.groups.items()})
+        self.cached = Counter({g: (pool.kept > 0).sum().item() for g, pool in tree.groups.items()})
         self.seen["evicted_pages"] += (before - self.cached).total()
         self.seen["above_limit"] += max(running, len(batch.rows)) > limit
         self.seen["held_back"] += running == limit and bool(self.scheduler.waiting)
@@ -238,7 +238,7 @@ class EngineHarness(Judgement):
         above, limit = engine.seen["above_limit"], engine.config.max_running_requests
         fault = f"{above} steps with more than {limit} requests"
         self.check("limit", not above, fault, f"never more than {limit} at once")
-        kept = sum(np.count_nonzero(pool.kept) for pool in engine.scheduler.tree.groups.values())
+        kept = sum((pool.kept > 0).sum().item() for pool in engine.scheduler.tree.groups.values())
         if engine.config.disable_radix_cache:
             self.check("asked", not kept, f"{kept} pages are kept")
         dtype, pools = engine.config.kv_cache_dtype, filter(None, engine.runner.pools)
