@@ -6,7 +6,7 @@ together; `bind` adds the constants of every layer.
 
 from collections import namedtuple
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -66,6 +66,27 @@ class Handle:
     split: int  # a multiple of tile
     largest: int  # rows of a block, at most
     layers: dict[AttnSpec, Tensor]  # `constants`
+    # what was `prepared`, by its arguments and `threads.setting`
+    calls: dict[Any, tuple[threads.Call, int]] = field(default_factory=dict, init=False)
+
+    def prepared(self, work: Any, keys: tuple[int, ...]) -> tuple[threads.Call, int]:
+        """The call of a kernel without addresses of tensors, and the bytes of memory that each of
+        its threads needs; `keys`: bytes of a number, then strides of k and v."""
+        spec, table, blocks = self.spec, self.table, len(self.table.blocks)
+        item, *strides = keys
+        d_qk, d_v = order.stored_len(spec.d_qk), order.stored_len(spec.d_v)
+        *areas, each = attend.layout(d_qk, d_v, self.tile, self.largest * spec.group_size)
+        # by all rows together, about: every request's pages, by rows per request
+        pages_seen = len(table.page_ids) * len(table.lo) // max(1, len(table.page_indptr) - 1)
+        products = pages_seen * self.page_size * spec.heads * (d_qk + d_v)
+        cost_ns = products // PRODUCTS_PER_NS
+        code = KV_FORMATS[spec.kv_dtype].code
+        group = (spec.kv_heads, self.page_size, self.tile, self.split, code)
+        arrays = (*map(where, table), blocks)
+        sizes = (0, spec.heads, spec.group_size, d_qk, d_v, *(item * step for step in strides))
+        entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, *areas)
+        units = blocks * spec.kv_heads
+        return threads.Call(work, entries, units, threads.team(units, cost_ns), cost_ns), each
 
 
 class Backend(base.Backend):
@@ -156,20 +177,15 @@ def call(
 
     A row's bits depend on its query and its keys. Slots that a block does not see are never read.
     """
-    spec, table, blocks = handle.spec, handle.table, len(handle.table.blocks)
-    d_qk, d_v, units = q.shape[2], out.shape[2], blocks * spec.kv_heads
-    *areas, each = attend.layout(d_qk, d_v, handle.tile, handle.largest * spec.group_size)
-    # by all rows together, about: every request's pages, by rows per request
-    pages_seen = len(table.page_ids) * len(table.lo) // max(1, len(table.page_indptr) - 1)
-    cost_ns = pages_seen * handle.page_size * spec.heads * (d_qk + d_v) // PRODUCTS_PER_NS
-    team = threads.team(units, cost_ns)
-    addresses = (*map(where, (q, k, v, out, lse, *table)), blocks)
-    code = KV_FORMATS[spec.kv_dtype].code
-    group = (spec.kv_heads, handle.page_size, handle.tile, handle.split, code)
-    strides = [k.itemsize * step for step in (*k.stride()[:2], *v.stride()[:2])]
-    sizes = (where(layer), spec.heads, spec.group_size, d_qk, d_v, *strides)
-    memory = (threads.memory(each, team), each, *areas)
-    threads.Call(work, (*addresses, *group, *sizes, *memory), units, team, cost_ns).run()
+    keys = (k.itemsize, *k.stride()[:2], *v.stride()[:2])
+    known = (work, keys, threads.setting())
+    if known not in handle.calls:
+        handle.calls[known] = handle.prepared(work, keys)
+    one, each = handle.calls[known]
+    tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    memory = threads.memory(each, one.most)
+    others = ((attend.LAYER, layer.data_ptr()), (attend.MEMORY, memory))
+    one.run(*enumerate(tensors), *others)
 
 
 def block_rows(spec: GroupSpec) -> int:

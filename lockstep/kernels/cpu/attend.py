@@ -28,7 +28,7 @@ types = lanes.types
 INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
 TO_LN = np.float32(LN2)
 NOWHERE = np.int64(2**62)  # above every position
-# The entries of a call, as the backend's `call` lays them down, before those of a Scratch:
+# The entries of a call, as the backend's `prepared` lays them down, before those of a Scratch:
 # addresses, then sizes; strides of slots and heads are in bytes.
 KernelArgs = namedtuple(
     "KernelArgs",
@@ -36,6 +36,7 @@ KernelArgs = namedtuple(
     "block_count kv_heads page_size tile split code layer heads group d_qk d_v k_slot k_head "
     "v_slot v_head memory memory_bytes",
 )
+LAYER, MEMORY = map(KernelArgs._fields.index, ("layer", "memory"))  # where these stand
 PRE, C, V_SCALE, SINKS = range(4)  # of a layer's constants: the backend's `constants`
 Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
 

@@ -7,7 +7,7 @@ memory: half as many bytes have to come. Called through the table, ops.py.
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -85,16 +85,29 @@ def grouped_linear(x: Tensor, packed: Panels, routes: Routes) -> Tensor:
 def _run(x: Tensor, packed: Panels, y: Tensor, rows: int, groups: tuple[int, int, int]) -> Tensor:
     """y, filled. groups: bytes from one group's x to the next, the same of y, and where the rows of
     each begin (0: all rows are in every group)."""
-    (count, panels, depth, item, address), bounds = packed.layout, groups[2]
-    passes = -(-x.shape[0] // PANEL_ROWS) if bounds else -(-rows // PANEL_ROWS) * count
+    x_group, y_group, bounds = groups
+    strides = (4 * x.stride(0), 4 * y.stride(0), x_group, y_group)
+    all_rows = x.shape[0] if bounds else 0
+    call = prepared(packed.layout, packed.n, strides, rows, all_rows, threads.setting())
+    call.run((0, x.data_ptr()), (3, y.data_ptr()), (13, bounds))
+    return y
+
+
+@lru_cache(4096)
+def prepared(
+    layout: tuple[int, ...], n: int, strides: tuple[int, ...], rows: int, all_rows: int, _: Any
+) -> threads.Call:
+    """A call without the addresses of x, y and bounds, which `all_rows` have that are in one group
+    each; it stands for one `threads.setting`."""
+    (count, panels, depth, item, address), (x_stride, y_stride, *group_strides) = layout, strides
+    passes = -(-all_rows // PANEL_ROWS) if all_rows else -(-rows // PANEL_ROWS) * count
     cost_ns = panels * PANEL * depth * passes // WEIGHTS_PER_NS
     team = threads.team(count * panels * -(-rows // PANEL_ROWS), cost_ns)
     each = unit_rows(rows, count * panels, team)
     chunks = -(-rows // each)
-    where = (x.data_ptr(), 4 * x.stride(0), address, y.data_ptr(), 4 * y.stride(0))
-    entries = (*where, rows, depth, packed.n, panels, chunks, item, *groups, each)
-    threads.Call(work(), entries, count * panels * chunks, team, cost_ns).run()
-    return y
+    where = (0, x_stride, address, 0, y_stride)
+    entries = (*where, rows, depth, n, panels, chunks, item, *group_strides, 0, each)
+    return threads.Call(work(), entries, count * panels * chunks, team, cost_ns)
 
 
 def unit_rows(rows: int, panels: int, team: int) -> int:
@@ -106,7 +119,7 @@ def unit_rows(rows: int, panels: int, team: int) -> int:
 
 @threads.njit(**threads.OPTIONS)
 def unit(at: Any, nth: Any, worker: Any) -> None:
-    """One panel and some rows. The entries are `_run`'s."""
+    """One panel and some rows. The entries are `prepared`'s."""
     record = int64_at(at + ENTRIES)
     x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, item = (
         record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7],

@@ -195,11 +195,22 @@ def _call(
     outer, inner, n = sizes
     if not outer or not inner:
         return None
+    call = prepared(what, x[1:], (outer, inner, n), len(more), threads.setting())
+    return call.run((1, x[0]), (4, y.data_ptr()), *enumerate(more, 9))
+
+
+@functools.lru_cache(4096)
+def prepared(
+    what: int, strides: tuple[int, ...], sizes: tuple[int, ...], more: int, _: Any
+) -> threads.Call:
+    """A call without the addresses of x and y and without `more` entries; it stands for one
+    `threads.setting`."""
+    outer, inner, n = sizes
     cost_ns = outer * inner * n * ELEMENT_NS.get(what, 1)
     team = threads.team(outer, cost_ns)
     each = max(1, min(UNIT // (inner * n), -(-outer // team)))
-    entries = (what, *x, y.data_ptr(), outer, inner, n, each, *more)
-    return threads.Call(work(), entries, -(-outer // each), team, cost_ns).run()
+    entries = (what, 0, *strides, 0, outer, inner, n, each, *[0] * more)
+    return threads.Call(work(), entries, -(-outer // each), team, cost_ns)
 
 
 @functools.lru_cache(256)

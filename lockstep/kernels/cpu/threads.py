@@ -327,7 +327,7 @@ class Own(threading.local):
 
 class Call:
     """A call of a `kernel`, of so many units, on at most `most` threads, a `team`; `cost_ns` is
-    about what it takes on one. `entries` are what it reads."""
+    about what it takes on one. `entries` are what it reads. It may be run again and again."""
 
     def __init__(
         self, work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int
@@ -336,9 +336,12 @@ class Call:
         self.work, self.most, self.each_ns, self.calls = work, most, cost_ns // most, 1
         self.record = array("q", (work.address, units, most, 0, 0, 0, shares, words, 0, *entries))
 
-    def run(self) -> "array[int]":
-        """Once. Returns the record as it is then: the kernel may have left a fault in it."""
+    def run(self, *places: tuple[int, int]) -> "array[int]":
+        """Once. `places`: entries that are others this time, addresses, by their number. Returns
+        the record, in which the kernel may have left a fault."""
         record = self.record[:]
+        for number, value in places:
+            record[HEAD + number] = value
         if OWN.tape is not None:
             OWN.tape.note(self, record)
         if self.most > len(HELP.threads) + 1:
