@@ -351,7 +351,7 @@ def gates() -> str:
 
 def cpu_gates(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """The CPU's gate and function of one kind."""
-    return cpu._run(cpu.GATE, x, kind, 0), cpu._run(cpu.MAP, x, kind, 0)
+    return cpu._run(cpu.GATE, x, kind, 0, columns=24), cpu._run(cpu.MAP, x, kind, 0)
 
 
 @cell
