@@ -30,7 +30,7 @@ RELATED = ("sglang-7207", "sglang-11096")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def counter(seed: int, index: int, position: int) -> Any:
-        return old(seed, 0, position)
+    def counter(seed: int, index: Any, position: Any) -> Any:
+        return old(seed, index * 0, position)
 
     return counter

@@ -32,7 +32,7 @@ RELATED = ("lockstep-sample-index", "sglang-11096", "sglang-33423")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def counter(seed: int, index: int, position: int) -> Any:
-        return old(seed, index, 0)
+    def counter(seed: int, index: Any, position: Any) -> Any:
+        return old(seed, index, position * 0)
 
     return counter
