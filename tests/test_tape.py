@@ -553,3 +553,14 @@ def test_options_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(RuleError, match=r".") as error:
         EngineConfig(**{"max_running_requests": 64, **options})
     assert str(error.value).startswith(message)
+
+
+def test_what_torch_refuses_to_join_or_what_is_empty_is_left_to_torch():
+    rows, more, none = torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 0)
+    tape = Tape()
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        tape.record(lambda: torch.cat((rows, more), -1))
+    tape = Tape()
+    tape.record(lambda: torch.cat((rows, none), -1))
+    rows += 1
+    assert tape.replay().tolist() == rows.tolist()

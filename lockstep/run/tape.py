@@ -140,9 +140,10 @@ def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor,
 
 
 def plain_rows(some: Sequence[Any]) -> bool:
-    """Whether all are rows of float32 on a CPU, of columns that lie one behind the other."""
-    kinds = [(t.ndim, t.dtype, t.device.type, t.stride()[-1:]) for t in tensors(some)]
-    return kinds == [(2, torch.float32, "cpu", (1,))] * len(some)
+    """Whether all are as many rows of float32 on a CPU, their columns one behind the other."""
+    kinds = {(t.ndim, t.dtype, t.device.type, t.stride()[-1:], t.shape[:1]) for t in tensors(some)}
+    alike = len(kinds) == 1 and all(t.numel() for t in tensors(some))
+    return alike and next(iter(kinds))[:4] == (2, torch.float32, "cpu", (1,))
 
 
 def asks_numbers(func: Any, args: tuple[Any, ...]) -> bool:
