@@ -473,14 +473,15 @@ def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch
     threads.FLOOR.clear()
 
 
-@pytest.mark.parametrize(("cost_ns", "left"), [(threads.CHANGE_NS, True), (10, False)])
-def test_a_long_call_leaves_the_floor(monkeypatch, cost_ns, left):
-    monkeypatch.setattr(threads, "TURN_NS", 0)
+@pytest.mark.parametrize(("turn_ns", "left"), [(0, True), (10**12, False)])
+def test_a_call_that_releases_the_lock_leaves_the_floor(monkeypatch, turn_ns, left):
+    monkeypatch.setattr(threads, "TURN_NS", turn_ns)
     seen = []
-    monkeypatch.setattr(threads.compiled(), "released", lambda *_: seen.append(list(threads.FLOOR)))
+    for call in ("call", "released"):
+        monkeypatch.setattr(threads.compiled(), call, lambda *_: seen.append(list(threads.FLOOR)))
     with threads.floor():
         mine = threads.OWN.ticket
-        threads.Call(SimpleNamespace(address=0), (), 1, 1, cost_ns).run()
+        threads.Call(SimpleNamespace(address=0), (), 1, 1, 10).run()
         assert seen == [[] if left else [mine]]
         assert threads.FLOOR == [threads.OWN.ticket]
     assert threads.FLOOR == []

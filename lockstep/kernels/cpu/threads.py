@@ -50,7 +50,6 @@ THREAD_NS = 2_000  # of work that are worth one more thread
 STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its units go in order
 NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself sees what follows
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
-CHANGE_NS = 200_000  # of a call in which somebody else may have the floor
 PATIENCE_S = 0.02  # for the floor: who keeps it for longer is late, or gone
 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
@@ -351,7 +350,7 @@ class Call:
         if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
             compiled().call(*numbers)
         else:
-            leaves = self.each_ns >= CHANGE_NS and OWN.ticket in FLOOR
+            leaves = OWN.ticket in FLOOR
             if leaves:
                 leave_floor()
             compiled().released(*numbers)
