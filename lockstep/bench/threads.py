@@ -18,6 +18,7 @@ import torch
 from lockstep.bench.results import Bench, Measure, Result
 from lockstep.bench.work import Ours, prompts
 from lockstep.llm.api import LLM
+from lockstep.llm.engine import Engine
 from lockstep.llm.output import Output
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
@@ -61,26 +62,30 @@ def bits(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
 
 
 def two_engines(llms: Sequence[LLM], count: int, bench: Bench) -> Result:
-    """One alone, then both at once, each with all the requests: tokens per second."""
-    want = answers(llms[0], count)
+    """One alone, then two at once, each with all the requests: tokens per second. A twin computes
+    with the same weights, a copy with its own, for which the caches have less room."""
+    one, copy = llms
+    twin = LLM.of(Engine(one.engine.config, one.engine.parts))
+    want, *_ = [answers(each, count) for each in (one, twin, copy)]
     tokens = sum(len(o.token_ids) for o in want)
 
-    def rate(who: Sequence[LLM]) -> Measure:
+    def rate(llms: Sequence[LLM]) -> Measure:
         def measure(_: int) -> float:
             begin = perf_counter()
-            with ThreadPoolExecutor(len(who)) as pool:
-                found = list(pool.map(lambda llm: answers(llm, count), who))
+            with ThreadPoolExecutor(len(llms)) as pool:
+                found = list(pool.map(lambda llm: answers(llm, count), llms))
             seconds = perf_counter() - begin
             for each in found:
                 pairs = zip(bits(each), bits(want), strict=True)
                 if differing := sum(have != wanted for have, wanted in pairs):
                     rule = "engines in two threads change no bit"
                     raise RuleError(rule, f"{differing} other answers of {count}", "Report it")
-            return len(who) * tokens / seconds
+            return len(llms) * tokens / seconds
 
         return measure
 
-    timing = bench.alternate({"one": rate(llms[:1]), "lockstep": rate(llms)})
+    who = {"one": [one], "lockstep": [one, twin], "copies": [one, copy]}
+    timing = bench.alternate({name: rate(llms) for name, llms in who.items()})
     more = {"requests": count, "tokens": tokens, "differing": 0}
     return {
         "case": "two engines",
