@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.kv.pool import Keys
 from lockstep.order import LOG2E
+from lockstep.plan.address import first_seen
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, PagedGroup, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout
@@ -42,11 +43,7 @@ class Caps:
     # a launch may be recorded: it depends on the bucket, on what `lower` returned and on the
     # image's numbers where they lie, on nothing else
     graphs: bool = False
-    # it has `advance(handle, views, counters)`, for launches that guess on: on the device, a step
-    # with one plain row of every request, in the image, becomes the one behind it. counters int64
-    # [T, n], or None but for the first group: its positions and starts are the others' too, and
-    # column 0 of these goes with them
-    chains: bool = False
+    chains: bool = False  # it has `advance`: launches may guess on
     # attributes of a handle that are buffers of a library's own planner and not parts of the image:
     # `lower` fills them, one set per group and bucket
     planner_buffers: tuple[str, ...] = ()
@@ -93,6 +90,12 @@ class Backend(Protocol):
         and lse -inf."""
         ...
 
+    def advance(self, handle: Any, views: PlanArrays, counters: Tensor | None) -> None:
+        """Device, where the backend states `chains`: a step with one plain row of every request, in
+        the image, becomes the one behind it. counters int64 [T, n], or None but for the first
+        group: its positions and starts are the others' too, and column 0 of these goes with them.
+        """
+
 
 def visible(plan: StepPlan, group: Group) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Per row, the positions it sees: lo and hi int32 [T], lo <= p < hi. Window and causality of
@@ -110,7 +113,7 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
     """The first position each row sees: its last w keys, or all of them."""
     if spec.window is None:
         return np.zeros_like(hi)
-    return np.asarray(np.maximum(hi - spec.window, 0), np.int32)
+    return np.asarray(first_seen(hi, spec.window), np.int32)
 
 
 def addresses(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any, int]:

@@ -23,7 +23,7 @@ from lockstep.kv.pool import Keys, widened
 from lockstep.ops import transparent
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
-from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
 BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
 PRODUCTS_PER_NS = 8  # of one thread
@@ -128,7 +128,7 @@ class Backend(base.Backend):
 
     @transparent
     def advance(self, handle: Handle, views: PlanArrays, counters: Tensor | None) -> None:
-        """As `Caps.chains` says: one call of a kernel."""
+        """One call of a kernel."""
         table = handle.table
         arrays = [views.positions, views.kv_lens, views.write_slots, table.lo, table.hi]
         arrays += [table.page_ids, table.page_indptr, table.first_pos]
@@ -136,7 +136,7 @@ class Backend(base.Backend):
         if counters is not None:
             first = (where(views.start), where(counters), counters.stride(0))
         addresses = (*map(where, arrays), *first)
-        rows, window = len(views.positions), handle.spec.window or 0
+        rows, window = len(views.positions), handle.spec.window or INT32_MAX
         advance.advance(rows, handle.page_size, window, addresses)
 
     @transparent

@@ -1,7 +1,7 @@
-"""Where a key lives: the one address formula of the code base.
+"""Where a key lives, and from where on a row sees keys: the one such formula of the code base.
 
-Write slots, read addresses, moves and the CPU kernels all come from these lines; the kernels
-compile this very text. A slot is one token's place in a pool. Scalars or integer arrays.
+Write slots, read addresses, moves, windows and the CPU kernels all come from these lines; the
+kernels compile this very text. A slot is one token's place in a pool. Scalars or integer arrays.
 """
 
 from typing import Any
@@ -20,3 +20,8 @@ def paged(
 def listed(tail_slots: Any, tail_indptr: Any, start: Any, row: Any, p: Any) -> Any:
     """Slot of position `p` as `row` names it. `start[row] <= p <= position of row`."""
     return tail_slots[tail_indptr[row] + p - start[row]]
+
+
+def first_seen(hi: Any, window: Any) -> Any:
+    """The first position that a row sees, of those below `hi`: that of its last `window` keys."""
+    return (hi - window) * (hi > window)

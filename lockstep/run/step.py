@@ -93,7 +93,7 @@ class Step:
 
     def advance(self, counters: Tensor | None) -> None:
         """The step becomes the one behind it, with a backend that can (`Caps.chains`)."""
-        move_on = operation(getattr(self.backend, "advance"))  # noqa: B009
+        move_on = operation(self.backend.advance)
         for handle, own in zip(self.handles, self.views, strict=True):
             move_on(handle, own, counters)
             counters = None

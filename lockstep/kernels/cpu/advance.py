@@ -6,14 +6,14 @@ from typing import Any
 
 from lockstep.kernels.cpu import threads
 from lockstep.kernels.cpu.threads import ENTRIES, int32_at, int64_at
-from lockstep.plan.address import paged
+from lockstep.plan.address import first_seen, paged
 
 COST_NS = 100
 
 
 def advance(rows: int, page_size: int, window: int, addresses: tuple[int, ...]) -> None:
-    """One group. `window` is 0 for none; the addresses are those that `unit` reads, 0 where another
-    group's call has moved them on."""
+    """One group. The addresses are those that `unit` reads, 0 where another group's call has moved
+    them on."""
     threads.Call(compiled(), (rows, page_size, window, *addresses), 1, 1, COST_NS).run()
 
 
@@ -31,12 +31,12 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
             start[i] += 1
             settings[i * stride] += 1
         kv_lens[i] = hi[i] = positions[i] + 1
-        lo[i] = max(positions[i] + 1 - window, 0) if window > 0 else 0
+        lo[i] = first_seen(hi[i], window)
         slots[i] = paged(page_ids, page_indptr, first_pos, page_size, i, positions[i])
 
 
 @cache
 def compiled() -> Any:
     """The kernel of this machine."""
-    names = threads.linked(globals(), {}, ("paged",))
+    names = threads.linked(globals(), {}, ("first_seen", "paged"))
     return threads.kernel("advancing", names["unit"])
