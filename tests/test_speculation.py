@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from lockstep import cli
 from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.kernels.cpu import threads
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab import speculative_bits
 from lockstep.lab.speculative import CHAIN, EAGLE3, NGRAM, TREE, drafts, noisy
@@ -41,7 +43,10 @@ from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import RequestWork, build, cut
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
-from lockstep.run.kind import GENERATE
+from lockstep.run import runner as runner_module
+from lockstep.run.kind import DRAFT, GENERATE
+from lockstep.run.runner import BoundRows, Runner, StepOutput
+from lockstep.run.tape import Tape
 from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import noise_of
@@ -371,12 +376,17 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
         return build(specs, [RequestWork(n, width, own) for n, own in zip(lens, views)])
 
     one, two = model_draft.shape_of((1, 1)), model_draft.shape_of((2, 2))
-    first, *_ = cut(planned((5, 9), 4), [two, one])
-    assert first.positions.tolist() == [5, 6, 9, 10] and first.groups[0].kv_lens.tolist() == [7, 11]
-    check(first, (32,) * len(specs))
-    steps = list(cut(planned((5, 9), 4), [one] * 4))
-    for nth, step in enumerate(steps):
-        alone = planned((5 + nth, 9 + nth), 1)
+    ragged = model_draft.shape_of((3, 1))
+    for shape, positions in ((two, [5, 6, 9, 10]), (ragged, [5, 6, 7, 9])):
+        first = cut(planned((5, 9), 4), shape)
+        assert first.positions.tolist() == positions
+        ends = [positions[row] + 1 for row in shape.q_indptr[1:] - 1]
+        assert first.groups[0].kv_lens.tolist() == ends and first.bucket.width == shape.width
+        check(first, (32,) * len(specs))
+    last = cut(planned((5, 9), 4), one, ragged.new_lens - 1)
+    assert last.positions.tolist() == [7, 9]
+    for nth in range(4):
+        step, alone = cut(planned((5, 9), 4), one, nth), planned((5 + nth, 9 + nth), 1)
         check(step, (32,) * len(specs))
         pairs = [(step, alone, ("q_indptr", "positions", "start", "tail_indptr", "emit"))]
         groups_of = zip(step.groups, alone.groups, strict=True)
@@ -384,8 +394,37 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
         for mine, theirs, names in pairs:
             for name in names:
                 assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
-    with pytest.raises(RuleError, match="as many plain rows each"):
-        next(cut(build(specs, []), [one]))
+    with pytest.raises(RuleError, match="plain rows of every request"):
+        cut(build(specs, []), one)
+
+
+@pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
+def test_a_chain_that_cannot_be_recorded_runs_once(how, monkeypatch):
+    """It ran again behind the refusal, where its rows had gone on already: other guesses came."""
+    computed, kinds, wish = Runner._computed, list[str](), replace(PLAIN, temperature=1.0, seed=2)
+
+    def asking(self: Runner, rows: BoundRows) -> StepOutput:
+        kinds.append(rows.kind.name)
+        if kinds[-2:] == [DRAFT, DRAFT] and isinstance(threads.OWN.tape, Tape):
+            torch.ones(1).item()
+        return computed(self, rows)
+
+    monkeypatch.setattr(Runner, "_computed", asking)
+    monkeypatch.setattr(runner_module, "STEADY", 0)
+    found = []
+    for graphs in (False, None):
+        engine, trees = made(LLAMA, graphs=graphs, **how), []
+        engine.speculation.draft.propose = partial(watched, engine.speculation.draft.propose, trees)
+        for prompt in prompts():
+            engine.add(prompt, wish)
+        run(engine)
+        found.append(trees)
+    assert found[0] == found[1] and not engine.runner.graphs
+
+
+def watched(propose: Any, trees: list[Any], asks: Any) -> Any:
+    trees.append(propose(asks))
+    return trees[-1]
 
 
 def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(monkeypatch):

@@ -19,13 +19,15 @@ from lockstep.llm import rows as launches
 from lockstep.llm.engine import Engine
 from lockstep.llm.output import Speculated
 from lockstep.plan.bucket import Buckets
+from lockstep.plan.build import build
 from lockstep.run.graph import captures
 from lockstep.run.kind import DRAFT, EXTEND, GENERATE, VERIFY
-from lockstep.run.runner import GUESSES
+from lockstep.run.runner import GUESSES, Chain, null_work
 from lockstep.sample.params import SamplingParams
 from lockstep.spec import depth
 from lockstep.spec import select as drafting
 from lockstep.spec import speculation as speculations
+from lockstep.types import RuleError
 
 WISH = SamplingParams(max_tokens=21, temperature=0.5, logprobs=1, ignore_eos=True)
 BLOCK = words(6, 1)
@@ -132,6 +134,19 @@ def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penali
     assert [each[:2] for each in got] == [each[:2] for each in want] and counts.accepted
     late = sum(each < -GUESSES for each in seen)
     assert late == counts.drafted if not penalised else 0 < late < counts.drafted
+
+
+def test_guesses_that_are_kept_for_the_next_step_need_a_runner_with_room_for_them(monkeypatch):
+    """Without overlap a launch of a chain sampled one token, and was captured for nobody."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    for overlap in (False, True):
+        engine = recorded(QWEN3, overlap, monkeypatch, **CHAIN)
+        assert any(each.chain for each in engine.runner.tapes) == overlap
+    runner, draft = made(QWEN3, **CHAIN).runner, engine.draft_model
+    plan = build(draft.extend.specs, [null_work(draft.extend.specs, 4, (1,))])
+    with pytest.raises(RuleError, match=r"without a plan keeps its guesses.*without overlap"):
+        runner.run(plan, (), draft.extend, chain=Chain(draft.kind, 3))
 
 
 def test_drafts_of_a_recorded_step_rest_and_try_together(monkeypatch):

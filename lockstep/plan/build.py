@@ -4,7 +4,7 @@ The caller says, per request, how many keys are committed, how many rows to comp
 it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); the rest is derived here.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, Self
@@ -254,28 +254,25 @@ def _plan(
     )
 
 
-def cut(plan: StepPlan, shapes: Sequence[BatchShape]) -> Iterator[StepPlan]:
-    """Steps that follow one another, from one plan of all their rows: the first rows of every
-    request, then those behind them, ... Each shape is of as many plain rows of every request."""
-    b, first = plan.bucket, 0
-    if not b.width or b.tail or any(b.moves):
-        rule = "requests with as many plain rows each are computed one after the other"
+def cut(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
+    """The step of some rows of a plan: of every request as many as the shape says, behind those
+    that are skipped."""
+    b, begins = plan.bucket, plan.q_indptr[:-1] + skipped
+    if b.tail or any(b.moves) or b.requests != len(shape.new_lens):
+        rule = "a part of a step has plain rows of every request"
         raise RuleError(rule, str(b), "Run the plan as it is")
-    rows = np.arange(b.tokens).reshape(b.requests, b.width)
-    for shape in shapes:
-        these, first = rows[:, first : first + shape.width].ravel(), first + shape.width
-        positions = plan.positions[these]
-        ends = frozen(positions[shape.q_indptr[1:] - 1] + np.int32(1))
-        groups = [
-            replace(g, kv_lens=ends, write_slots=frozen(g.write_slots[these]))
-            for g in plan.groups
-            if isinstance(g, PagedGroup)
-        ]
-        tokens, emits = len(these), len(shape.emit)
-        writes = (tokens,) * len(groups)
-        bucket = replace(b, tokens=tokens, width=shape.width, emits=emits, writes=writes)
-        starts = frozen(positions + np.int32(1))
-        yield _plan(shape, Rows(frozen(positions), starts), groups, bucket)
+    these = begins[shape.request] + shape.offsets
+    positions = frozen(plan.positions[these])
+    starts, tokens = frozen(positions + np.int32(1)), len(these)
+    lens = frozen(starts[shape.q_indptr[1:] - 1])
+    groups = [
+        replace(group, kv_lens=lens, write_slots=frozen(group.write_slots[these]))
+        for group in plan.groups
+        if isinstance(group, PagedGroup)
+    ]
+    writes = (tokens,) * len(groups)
+    bucket = replace(b, tokens=tokens, width=shape.width, emits=len(shape.emit), writes=writes)
+    return _plan(shape, Rows(positions, starts), groups, bucket)
 
 
 def join(ids: Any, ends: Any, out: Any) -> None:

@@ -40,6 +40,7 @@ GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesse
 SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
+Guess = tuple[Tensor, Tensor]  # [S] each: tokens and their log-probabilities
 # of a CPU: rows of each request in steps that are recorded: those that decode, draft and verify;
 # how often a launch has come before it is, which takes three times as long, and launches that are
 # counted; tapes that are kept, and bytes that they hold, about
@@ -59,8 +60,8 @@ class StepOutput(NamedTuple):
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
     sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
     behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
-    # of a chain whose later rows have a plan: [S] tokens and their log-probabilities, of each guess
-    guesses: tuple[tuple[Tensor, Tensor], ...] = ()
+    # of a chain whose later rows have a plan
+    guesses: tuple[Guess, ...] = ()
 
     def only(self, real: Real) -> StepOutput:
         """Without what belongs to pads."""
@@ -86,9 +87,9 @@ class BoundRows(NamedTuple):
 
 class Chain(NamedTuple):
     """What a launch guesses behind the tokens that it samples: `guesses` of them in all, the later
-    ones by steps of a kind. `plan` is of one row of each request, the first behind these, which
-    goes on from step to step (`Step.advance`); without one, which all requests with as many rows
-    each may have, all rows are computed again for each guess."""
+    ones by steps of a kind. `plan` is of the last row of each request, which goes on from step to
+    step (`Step.advance`): who makes it has checked one of all these rows. Without one, which all
+    requests with as many rows each may have, all rows are computed again for each guess."""
 
     kind: StepKind
     guesses: int
@@ -180,14 +181,15 @@ class Runner:
         how: Settings | None = None,
         wider: int = 0,
         chain: Chain | None = None,
-        checked: bool = False,
     ) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
         all rows that the plan emits and, with a `chain`, what follows them; `wider`: by the
-        backend's n-th wider launch. What was `checked` together with others is not checked again.
-        """
+        backend's n-th wider launch."""
+        if chain and not chain.plan and not len(self.sampled):
+            rule = "a chain without a plan keeps its guesses, for a step that is settled late"
+            raise RuleError(rule, "a runner without overlap", "Give the chain a plan, or overlap")
         plan = self.padded(plan)
-        if not checked:
+        if not (chain and chain.plan):
             self.check(plan, kind)
         if self.studio and any(plan.bucket.moves):
             pools = [self.pools[g] for g in kind.groups]
@@ -199,12 +201,10 @@ class Runner:
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
-            rows = self._bound(parts[0], image)
-            if chain and chain.plan:
-                return self._followed(rows, parts[1], image, chain.guesses)
-            if chain and len(self.sampled):
-                return self._guessed(rows, chain)
-            return self._computed(rows)
+            rows, *later = [self._bound(part, image) for part in parts]
+            if chain is None:
+                return self._computed(rows)
+            return self._followed(rows, later[0], chain) if later else self._guessed(rows, chain)
 
         narrow = self.widths if self.studio else range(1, NARROW + 1)
         self.warmth = PLAIN
@@ -225,9 +225,8 @@ class Runner:
     def _load(
         self, steps: Sequence[tuple[StepPlan, Ids, StepKind]], how: Settings | None, wider: int
     ) -> tuple[list[Part], Any]:
-        """The steps of a launch into the arena, one behind the other. The settings are the first
-        one's; positions of those behind it are later ones. The image is an array of numpy on a CPU:
-        torch releases the interpreter's lock even to slice."""
+        """The steps of a launch into the arena, one behind the other, each with the settings. The
+        image is an array of numpy on a CPU: torch releases the interpreter's lock even to slice."""
         layouts = [self._layout(kind, plan.bucket) for plan, _, kind in steps]
         lens = [each.length + bool(how) * each.bucket.emits * SETTING for each in layouts]
         bounds = list(accumulate(lens, initial=0))
@@ -240,7 +239,7 @@ class Runner:
                 every = self._all(layout, variants)
                 variants = tuple([each[: wider + 1][-1] for each in every])
             if how:
-                write_settings(own[layout.length :], how, nth)
+                write_settings(own[layout.length :], how)
             parts.append(Part(kind, layout, variants, place, how.cuts if how else None))
         image = self.arena.load(bounds[-1])
         return parts, image.numpy() if image.device.type == "cpu" else image
@@ -280,22 +279,19 @@ class Runner:
         logits = kind.model.logits(output.emitted)
         return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *rows.how))
 
-    def _followed(self, rows: BoundRows, part: Part, image: Any, count: int) -> StepOutput:
-        """What a step samples, and what is guessed behind it by further steps, `count` in all: each
-        reads the token, and the state, of the one before."""
+    def _followed(self, rows: BoundRows, later: BoundRows, chain: Chain) -> StepOutput:
+        """What a step samples, and what is guessed behind it by further steps: each reads the
+        token, and the state, of the one before."""
+        assert later.how is not None, "settings were given"
+        n, model, guesses = len(later.ids), cast(Any, later.kind.model), list[Guess]()
         first = output = self._computed(rows)
-        guesses, model = list[tuple[Tensor, Tensor]](), cast(Any, part.kind.model)
-        rows, n = self._bound(part, image), part.layout.bucket.requests
-        assert rows.how is not None, "settings were given"
-        counters = rows.how.ints[:, 1:]
-        for nth in range(count):
-            if nth > 1:
-                rows.step.advance(counters)
+        for nth in range(chain.guesses):
             if nth:
-                rows.ids.copy_(guesses[-1][0][:n]).clamp_(min=0)
+                later.step.advance(later.how.ints[:, 1:])
+                later.ids.copy_(guesses[-1][0][:n]).clamp_(min=0)
                 if output.behind is not None:
                     model.hidden[:n].copy_(output.behind[:n])
-                output = self._computed(rows)
+                output = self._computed(later)
             assert output.logits is not None and output.sampled is not None, "settings were given"
             tokens, _ = output.sampled
             guesses.append((tokens, self.ops.compute_logprobs(output.logits, tokens, 0)[0]))
@@ -316,9 +312,8 @@ class Runner:
         begins = torch.arange(0, len(rows.ids), width, dtype=torch.int32, device=at.device)
         at = torch.maximum(at, begins)  # a pad's are its own
         for i in range(chain.guesses):
-            place = self.sampled[GUESSES + i * n : GUESSES + (i + 1) * n]
             assert output.sampled is not None, "settings were given"
-            torch.clamp(output.sampled[0], min=0, out=place)
+            place = self.keep(output.sampled[0], GUESSES + i * n)
             if i + 1 < chain.guesses:
                 at, ints[:, 1] = at + 1, ints[:, 1] + 1
                 ids = rows.ids.index_copy(0, at.long(), place)
@@ -338,13 +333,14 @@ class Runner:
         """Whether drafts are verified by recorded launches: all requests have as many rows then."""
         return len(self.widths) > 1
 
-    def keep(self, token_ids: Tensor, at: int = 0) -> None:
-        """What a step sampled, for rows of the next that wait for it; guesses from GUESSES on."""
+    def keep(self, token_ids: Tensor, at: int = 0) -> Tensor:
+        """What a step sampled, for rows of the next that wait for it; guesses from GUESSES on.
+        Returns where it lies."""
         room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
         if len(token_ids) > room:
             rule = f"a step that is settled late samples at most {room:,} tokens"
             raise RuleError(rule, f"{len(token_ids):,}", "Lower max_running_requests or n")
-        torch.clamp(token_ids, min=0, out=self.sampled[at : at + len(token_ids)])
+        return torch.clamp(token_ids, min=0, out=self.sampled[at : at + len(token_ids)])
 
     def padded(self, plan: StepPlan) -> StepPlan:
         """The plan in the smallest bucket that holds it; or as it is."""
@@ -364,8 +360,9 @@ class Runner:
         chain: Chain | None = None,
     ) -> None:
         """Records steps of `width` rows per request, which emit every one or the last, but for
-        those of a chain's guesses; none of a width that the buckets do not name."""
-        if self.buckets is None or width not in self.widths:
+        those of a chain's guesses; none of a width that the buckets do not name, nor of a chain
+        whose guesses this runner has no room for."""
+        if self.buckets is None or width not in self.widths or (chain and not len(self.sampled)):
             return
         sizes = self.buckets.grid("requests")
         for at, n in enumerate(reversed(sizes), 1):
@@ -396,7 +393,8 @@ class Runner:
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A known launch is replayed, a new one recorded, or run where it may stay alone."""
-        tape, self.warmth = self.tapes.get(signature), COLD
+        tape, always = self.tapes.get(signature), bool(self.studio or self.every)
+        self.warmth = COLD
         if tape is not None:
             tape.replay()
             self.warmth = REPLAYED
@@ -404,26 +402,23 @@ class Runner:
             self._replays[signature.called] += 1
             if signature.chain is not None:
                 self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
-        elif self.studio or self.every or self._seen[signature] >= STEADY:
-            tape = Graph(self.studio) if self.studio else Tape(self._room)
-            try:
-                tape.record(launch)
-            except RuleError:
-                if self.studio or self.every:
-                    raise
-                output = launch()  # of which the recorder alone said no, if that works
-                self.graphs = False
-                return output
-            self.tapes[signature] = tape
-            if not self.studio and not self.every:
-                self._drop()
-        else:
+            return cast(StepOutput, tape.output)
+        if not always and self._seen[signature] < STEADY:
             self._seen[signature] += 1
             if len(self._seen) > SEEN:
                 self._seen.clear()
             return launch()
-        recorded: StepOutput = tape.output
-        return recorded
+        tape = Graph(self.studio) if self.studio else Tape(self._room)
+        try:
+            tape.record(launch)
+            self.tapes[signature] = tape
+        except RuleError:
+            if always or tape.output is None:
+                raise
+            self.graphs = False  # the recorder alone said no
+        if not always:
+            self._drop()
+        return cast(StepOutput, tape.output)
 
     def _drop(self) -> None:
         """The tapes that were not used for longest go where there are many."""
@@ -471,16 +466,13 @@ def resolved(ids: Tensor, sampled: Tensor) -> Tensor:
     return torch.where(ids < 0, sampled[(~ids).clamp_(min=0)], ids)
 
 
-def write_settings(room: Ints, settings: Settings, later: int = 0) -> None:
-    """Into the arena, behind a step's image, of so many positions later; rows that pad it are
-    greedy ones."""
+def write_settings(room: Ints, settings: Settings) -> None:
+    """Into the arena, behind a step's image; rows that pad it are greedy ones."""
     at, count = 2 * FLOATS * (len(room) // SETTING), len(settings.floats)
     if len(room) > SETTING * count:
         room[:] = 0
     room[:at].view(np.float64).reshape(-1, FLOATS)[:count] = settings.floats.numpy()
-    ints = room[at:].view(np.int64).reshape(-1, INTS)[:count]
-    ints[:] = settings.ints.numpy()
-    ints[:, 1] += later
+    room[at:].view(np.int64).reshape(-1, INTS)[:count] = settings.ints.numpy()
 
 
 def read_settings(room: Any, cuts: bool) -> Settings:

@@ -50,12 +50,13 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.room = room or threads.Room()
         self.output: Any = None
+        self.refusal: RuleError | None = None
         self.replays = 0
         self._calls: list[Call | threads.Script] = []
         self.held: list[Any] = []  # memory that kernels were told of
 
     def record(self, launch: Callable[[], Any]) -> None:
-        """Carries out a launch and keeps it."""
+        """Carries out a launch and keeps it. Raises where it cannot be kept: when it is done."""
         outside = active_modes()
         try:
             threads.OWN.tape = self
@@ -65,6 +66,8 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             threads.OWN.tape = None
             while active_modes() > outside:  # an interrupt came before the block was entered
                 _pop_mode()
+        if self.refusal is not None:
+            raise self.refusal
 
     def note(self, call: threads.Call, record: Any) -> None:
         """A kernel, about to run."""
@@ -80,7 +83,9 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         if asks_numbers(func, args):
             rule = "the shapes of a recorded launch are those of its bucket"
             got = f"{func}, which asks the numbers"
-            raise RuleError(rule, got, "Run it without recording, or make it an operation")
+            self.refusal = RuleError(rule, got, "Run it without recording, or make it an operation")
+            threads.OWN.tape = None
+            return func(*args, **kwargs)
         copied = copies(func, args)
         if copied is not None:  # by a kernel: what stands between two of them breaks a script
             target, pairs = copied

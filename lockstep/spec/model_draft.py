@@ -225,28 +225,6 @@ class ModelDraft:
         pages = [table.views(kind.groups) for table in tables]
         return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
 
-    def _whole(
-        self,
-        kind: StepKind,
-        tables: list[PageTable],
-        lens: Sequence[int],
-        shape: BatchShape,
-        later: int,
-    ) -> tuple[StepPlan, StepPlan]:
-        """The same, and the first of `later` rows behind them, all of them checked; from one plan,
-        if all requests have as many."""
-        one, ends = shape_of((1,) * len(tables)), [table.draft_len for table in tables]
-        begins, parts = lens, [shape, one]
-        if not shape.width:
-            begins, parts = ends, [one]
-            plan = self._plan(kind, tables, lens, shape)
-            self.runner.check(plan, kind)
-        every = shape_of((later + shape.width,) * len(tables))
-        rows = self._plan(kind, tables, begins, every)
-        self.runner.check(rows, kind)
-        *first, single = cut(rows, parts)
-        return first[0] if first else plan, single
-
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Of each of some steps' states one row; in memory of its own, unless they are of one step
         and follow one another."""
@@ -302,13 +280,16 @@ class ModelDraft:
         shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
             shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))
-        single, whole = None, bool(guesses) and not width
-        if whole:
-            plan, single = self._whole(kind, tables, lens, shape, guesses - 1)
-        else:
+        chain = Chain(self.model.kind, guesses) if guesses else None
+        if chain is None or width:
             plan = self._plan(kind, tables, lens, shape)
-        chain = Chain(self.model.kind, guesses, single) if guesses else None
-        out = self.runner.run(plan, ids, kind, how, chain=chain, checked=whole)
+        else:
+            every = shape_of(tuple([count + guesses - 1 for count in counts]))
+            whole = self._plan(kind, tables, lens, every)
+            self.runner.check(whole, kind)
+            last = cut(whole, shape_of((1,) * len(ends)), shape.new_lens - 1)
+            plan, chain = cut(whole, shape), chain._replace(plan=last)
+        out = self.runner.run(plan, ids, kind, how, chain=chain)
         for table in tables:
             table.moved(kind.groups)
         return out
