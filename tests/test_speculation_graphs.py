@@ -92,7 +92,7 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
         got, counts = answers(engine, asked)
         assert [each[:2] for each in got] == [each[:2] for each in want]
         assert counts.accepted >= 3 and counts.drafted - counts.accepted >= 3, counts
-        replays = engine.runner.replays()
+        replays = engine.runner.replays
         kinds = (VERIFY,) if how is NGRAM else (VERIFY, EXTEND, DRAFT)
         assert all(replays[kind] > 0 for kind in kinds), replays
         if overlap and how is not TREE and asked is ASKED:  # a GPU has captured them at start

@@ -303,7 +303,7 @@ def test_steps_that_decode_are_replayed_unless_told_otherwise_with_the_bits_of_r
     for options in ({}, tight)[: 1 + (model is not tiny.BART)]:
         usual = engine(model, late=late, **options)
         assert answers(usual, ARRIVALS) == want
-        assert usual.runner.replays()[GENERATE] > 3
+        assert usual.runner.replays[GENERATE] > 3
         widths = {each.bucket.width for each in usual.runner.tapes}
         assert 1 in widths and max(widths) <= runner_module.NARROW and 0 not in widths
         assert usual.scheduler.counters["preempted"] or not options
@@ -322,7 +322,7 @@ def test_a_launch_is_replayed_with_as_many_threads_as_it_was_recorded_with():
     for most in (1, 1, 1, 1, 1, 1, 2, 2, 2, 1):
         with threads.limited(most):
             usual.step()
-        seen.append(usual.runner.replays().total())
+        seen.append(usual.runner.replays.total())
     usual.abort(job)
     assert seen == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]
 

@@ -183,13 +183,13 @@ def measure(
     engine.speculation.draft = Oracle(draft, answers, right)
     got = whole(engine, batch)
     differ = sum(got[n][:2] != want[n][:2] for n in want)
-    before = engine.runner.replays()
+    before = engine.runner.replays.copy()
     skip, ways = FIRST if errs else SKIP, {"plain": plain, "speculative": engine}
     taken: dict[str, list[float]] = defaultdict(list)
     for _ in range(repeat):
         for way, each in ways.items():
             taken[way].append(timed(each, batch, skip))
-    replays = engine.runner.replays() - before
+    replays = engine.runner.replays - before
     phases = Phases(engine)
     timed(engine, batch, skip, phases)
     deepest = {} if errs else at_depth(engine, batch, skip)

@@ -82,13 +82,11 @@ class Backend(Protocol):
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Any:
         """The handle of a launch: `views` are the image's arrays on the device, whose numbers may
         not be read here; `variant` is what `lower` returned."""
-        ...
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """Device. q activations [T, heads, d_qk]; out activations [T, heads, d_v] and lse float32
         [T, heads], natural log of the denominator, sink included; a row that sees nothing has out 0
         and lse -inf."""
-        ...
 
     def advance(self, handle: Any, views: PlanArrays, counters: Tensor | None) -> None:
         """Device, where the backend states `chains`: a step with one plain row of every request, in

@@ -135,9 +135,9 @@ class Backend(base.Backend):
         first = (0, 0, 0)
         if counters is not None:
             first = (where(views.start), where(counters), counters.stride(0))
-        addresses = (*map(where, arrays), *first)
-        rows, window = len(views.positions), handle.spec.window or INT32_MAX
-        advance.advance(rows, handle.page_size, window, addresses)
+        sizes = (len(views.positions), handle.page_size, handle.spec.window or INT32_MAX)
+        entries = (*sizes, *map(where, arrays), *first)
+        threads.Call(advance.compiled(), entries, 1, 1, advance.COST_NS).run()
 
     @transparent
     def attend(

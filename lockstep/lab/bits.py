@@ -73,7 +73,7 @@ def serve_drafted(engine: InstrumentedEngine, requests: Requests, want: Answers)
     known = {f"#{i}": tokens.tolist() for i, (tokens, _) in enumerate(want)}
     oracle_draft.install(engine, known, oracle_draft.RIGHT)
     have = serve(engine, requests, want)
-    engine.seen.update(engine.runner.replays())
+    engine.seen.update(engine.runner.replays)
     return have
 
 

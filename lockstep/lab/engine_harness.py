@@ -81,7 +81,7 @@ class InstrumentedEngine(Engine):
     def _result(self, launched: Launched) -> Any:
         ended = (each.finish is not None for each in launched.rows.completions)
         self.seen["unseen_rows"] += sum(ended)
-        self.seen["replays"] = self.runner.replays().total()
+        self.seen["replays"] = self.runner.replays.total()
         result, accepted = super()._result(launched)
         for row, owner in launched.rows.drafts:
             drafted = launched.step.batch.new_lens[owner] - 1

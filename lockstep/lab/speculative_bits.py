@@ -139,7 +139,7 @@ def answers(
         engine.speculation.adaptive = False
     llm = LLM.of(engine)
     outs = llm.generate([text for text, _, _ in requests], [wish for _, _, wish in requests])
-    replays = engine.runner.replays()
+    replays = engine.runner.replays
     return outs, {name: replays[kind] for name, kind in REPLAYS.items()}
 
 

@@ -60,8 +60,7 @@ class StepOutput(NamedTuple):
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
     sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
     behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
-    # of a chain whose later rows have a plan
-    guesses: tuple[Guess, ...] = ()
+    guesses: tuple[Guess, ...] = ()  # of a chain whose later rows have a plan
 
     def only(self, real: Real) -> StepOutput:
         """Without what belongs to pads."""
@@ -170,7 +169,7 @@ class Runner:
         self.every, self._room = every and self.studio is None, Room()
         self.warmth = PLAIN  # of the last launch
         self._seen = Counter[Signature]()  # launches of a CPU that are not recorded
-        self._replays = Counter[str]()
+        self.replays = Counter[str]()  # launches that were replayed, by what their steps are called
         self._layout = lru_cache(LAYOUTS)(lambda kind, b: layout_of(b, kind.specs, backend))
 
     def run(
@@ -382,10 +381,6 @@ class Runner:
             named = "" if kind.name == GENERATE else f" of {kind.name}"
             say(f"graphs{named} {at} of {len(sizes)}: {about}")
 
-    def replays(self) -> Counter[str]:
-        """Launches that were replayed, by what their steps are called."""
-        return self._replays.copy()
-
     def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
         """Per group, the launches that serve a step: its own first, then wider ones."""
         each = enumerate(zip(layout.specs, variants, strict=True))
@@ -399,9 +394,9 @@ class Runner:
             tape.replay()
             self.warmth = REPLAYED
             self.tapes[signature] = self.tapes.pop(signature)  # the last to be dropped
-            self._replays[signature.called] += 1
+            self.replays[signature.called] += 1
             if signature.chain is not None:
-                self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
+                self.replays[signature.chain.kind.name] += signature.chain.guesses - 1
             return cast(StepOutput, tape.output)
         if not always and self._seen[signature] < STEADY:
             self._seen[signature] += 1
@@ -416,14 +411,11 @@ class Runner:
             if always or tape.output is None:
                 raise
             self.graphs = False  # the recorder alone said no
-        if not always:
-            self._drop()
+        while not always and len(self.tapes) > 1:
+            if len(self.tapes) <= TAPES and self._room.used() <= TAPE_BYTES:
+                break
+            del self.tapes[next(iter(self.tapes))]  # which was not used for longest
         return cast(StepOutput, tape.output)
-
-    def _drop(self) -> None:
-        """The tapes that were not used for longest go where there are many."""
-        while len(self.tapes) > TAPES or (len(self.tapes) > 1 and self._room.used() > TAPE_BYTES):
-            del self.tapes[next(iter(self.tapes))]
 
 
 def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> RequestWork:

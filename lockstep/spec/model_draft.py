@@ -39,6 +39,7 @@ LIKELY = 64  # tokens of a row that a tree is made of
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
 Path = tuple[int, ...]  # guesses, one behind another
+Best = tuple[list[list[float]], list[list[int]]]  # log-probabilities and tokens, a few of each row
 
 
 class DraftState(NamedTuple):
@@ -66,9 +67,7 @@ class DraftState(NamedTuple):
     def behind(self, begin: int) -> "DraftState":
         """Without the states of rows before this one."""
         gone = max(0, begin - self.begin)
-        return self._replace(
-            begin=self.begin + gone, hidden=self.hidden[gone:], rows=self.rows[gone:]
-        )
+        return DraftState(self.begin + gone, self.hidden[gone:], self.rows[gone:], self.shares)
 
 
 class Chains(NamedTuple):
@@ -104,10 +103,6 @@ class Beam:
         """Of all nodes that are computed."""
         at = {path: i for i, path in enumerate(self.computed)}
         return tuple([at.get(path[:-1], -1) for path in self.computed])
-
-    @property
-    def goes_on(self) -> bool:
-        return len(self.level) > 0 and len(self.level[0]) < self.ask.steps
 
     def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> list[int]:
         """Children of every node of the level; the best of them are the next one. Returns which of
@@ -216,14 +211,13 @@ class ModelDraft:
 
     # -- rows
 
-    def _plan(
-        self, kind: StepKind, tables: list[PageTable], lens: Sequence[int], shape: BatchShape
-    ) -> StepPlan:
+    def _plan(self, tables: list[PageTable], lens: Sequence[int], shape: BatchShape) -> StepPlan:
         """Of rows behind so many keys of each request."""
+        specs, groups = self.model.kind.specs, self.model.kind.groups
         if self._pages is None or self._pages[0] != tables:
-            self._pages = tables, PageTables(kind.specs, len(tables))
-        pages = [table.views(kind.groups) for table in tables]
-        return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
+            self._pages = tables, PageTables(specs, len(tables))
+        pages = [table.views(groups) for table in tables]
+        return build(specs, BatchWork(shape, lens, pages, self._pages[1]))
 
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Of each of some steps' states one row; in memory of its own, unless they are of one step
@@ -264,7 +258,9 @@ class ModelDraft:
         rows come those of so many `guesses`, but the last, where they are sampled by the same
         launch."""
         tables, kind = [table_of(each) for each in ends], kind or self.model.extend
-        lens, ids, states, rows = list[int](), list[int](), list[Tensor](), list[int]()
+        lens = [table.draft_len for table in tables]
+        counts = [end - begin for end, begin in zip(ends.values(), lens, strict=True)]
+        ids, states, rows = list[int](), list[Tensor](), list[int]()
         for table, (request, end) in zip(tables, ends.items(), strict=True):
             begin, state, tokens = table.draft_len, DraftState.of(table), request.tokens
             positions = [*range(begin, end), *[end - 1] * (width - (end - begin))]
@@ -272,20 +268,18 @@ class ModelDraft:
             if self.ahead:
                 states += [state.hidden[p - state.begin] for p in positions]
                 rows += [state.rows[p - state.begin] for p in positions]
-            lens.append(begin)
             table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:
             self.model.states[: len(rows)] = self._gathered(states, rows)
-        counts = [end - begin for end, begin in zip(ends.values(), lens, strict=True)]
         shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
             shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))
         chain = Chain(self.model.kind, guesses) if guesses else None
         if chain is None or width:
-            plan = self._plan(kind, tables, lens, shape)
+            plan = self._plan(tables, lens, shape)
         else:
             every = shape_of(tuple([count + guesses - 1 for count in counts]))
-            whole = self._plan(kind, tables, lens, every)
+            whole = self._plan(tables, lens, every)
             self.runner.check(whole, kind)
             last = cut(whole, shape_of((1,) * len(ends)), shape.new_lens - 1)
             plan, chain = cut(whole, shape), chain._replace(plan=last)
@@ -353,7 +347,7 @@ class ModelDraft:
             for beam in live:
                 end = first + len(beam.level)
                 parents = beam.grow(scores[first:end], ids[first:end])
-                if beam.goes_on:
+                if beam.level and len(beam.level[0]) < beam.ask.steps:
                     above += [first + row for row in parents]
                     going.append(beam)
                 first = end
@@ -405,8 +399,7 @@ class ModelDraft:
             return
         tables, n, guesses = [table_of(each) for each in requests], len(requests), made.guesses
         lens, rows = [table.draft_len for table in tables], self.steps + guesses
-        rooms = [min([table.room(g) for g in kind.groups]) for table in tables]
-        short = any(room < begin + rows for room, begin in zip(rooms, lens, strict=True))
+        short = any(table.room(g) < table.draft_len + rows for table in tables for g in kind.groups)
         if self.eager or short or any(table.pending for table in tables):
             return
         nodes = (np.arange(n)[:, None] * width + np.minimum(np.arange(rows), guesses)).ravel()
@@ -419,7 +412,7 @@ class ModelDraft:
         how = sampler.settings(RowBatch(made.how, positions, {}), self.vocab_size)
         shape = shape_of((rows,) * n)
         shape = replace(shape, emit=shape.q_indptr[:-1])
-        plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
+        plan, chain = self._plan(tables, lens, shape), Chain(self.model.kind, guesses)
         out = runner.run(plan, ints(-1 - nodes), kind, how, chain=chain)
         assert out.sampled is not None, "settings were given"
         slots, number = len(out.sampled[0]), requests[0].launched_in
@@ -439,11 +432,8 @@ class ModelDraft:
             self._made = early._replace(number=0)
         return [early.tree(numbers[ask.request], ask.steps) for ask in asks]
 
-    def _guesses(
-        self, out: StepOutput, rows: RowBatch
-    ) -> tuple[list[list[float]], list[list[int]]]:
-        """What follows some rows: log-probabilities and tokens, the best few of each; a chain's is
-        the sample."""
+    def _guesses(self, out: StepOutput, rows: RowBatch) -> Best:
+        """What follows some rows; of a chain's the sample."""
         logits = self.model.logits(out.emitted)
         if self.top_k > 1:
             return best(logits, rows, self.top_k, self.eos_ids)
@@ -454,14 +444,12 @@ class ModelDraft:
 
     def _further(self, beams: Sequence[Beam]) -> StepPlan:
         """The next step, of a level. Chains lie in the pages."""
-        tables, kind = [beam.table for beam in beams], self.model.kind
-        lens = [table.draft_len for table in tables]
-        counts = tuple([len(beam.level) for beam in beams])
+        tables, counts = [beam.table for beam in beams], tuple([len(beam.level) for beam in beams])
         if self.top_k > 1:
             shape = shape_of(counts, tuple([beam.parents for beam in beams]))
-            return self._plan(kind, tables, lens, shape)
-        begins = [n + len(beam.level[0]) - 1 for n, beam in zip(lens, beams, strict=True)]
-        return self._plan(kind, tables, begins, shape_of(counts))
+            return self._plan(tables, [table.draft_len for table in tables], shape)
+        begins = [beam.table.draft_len + len(beam.level[0]) - 1 for beam in beams]
+        return self._plan(tables, begins, shape_of(counts))
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
         """What the next rows read: what these rows, of those that were emitted, left."""
@@ -484,9 +472,7 @@ def shape_of(counts: tuple[int, ...], trees: tuple[tuple[int, ...], ...] = ()) -
     return BatchShape.of(counts, emits, trees or [None] * len(counts), nothing, nothing)
 
 
-def best(
-    logits: Tensor, batch: RowBatch, k: int, eos_ids: tuple[int, ...]
-) -> tuple[list[list[float]], list[list[int]]]:
+def best(logits: Tensor, batch: RowBatch, k: int, eos_ids: tuple[int, ...]) -> Best:
     """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
     draft and with the row's own noise."""
     scores = sampler.apply_penalties(logits.float(), batch, eos_ids)

@@ -11,14 +11,8 @@ from lockstep.plan.address import first_seen, paged
 COST_NS = 100
 
 
-def advance(rows: int, page_size: int, window: int, addresses: tuple[int, ...]) -> None:
-    """One group. The addresses are those that `unit` reads, 0 where another group's call has moved
-    them on."""
-    threads.Call(compiled(), (rows, page_size, window, *addresses), 1, 1, COST_NS).run()
-
-
 def unit(at: Any, nth: Any, worker: Any) -> None:
-    """All of it: the entries are `advance`'s."""
+    """All of one group; addresses are 0 where another group's call has moved them on."""
     record = int64_at(at + ENTRIES)
     rows, page_size, window = record[0], record[1], record[2]
     positions, kv_lens, slots = int32_at(record[3]), int32_at(record[4]), int32_at(record[5])
