@@ -215,11 +215,8 @@ class Ops(Protocol):
         self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
     ) -> tuple[Tensor, Tensor]:
         """tokens and states int64 [s] of logits activations [s, vocab], or float32; the bits of
-        the CPU's, `kernels.cpu.sample`.
-
-        floats float64 [s, FLOATS] as `params.Numbers` has them; ints int64 [s, INTS]: top-k, then
-        `formulas.counter`. `cuts`: some row has a top-k or top-p.
-        """
+        the CPU's, `kernels.cpu.sample`. floats float64 [s, FLOATS] as `params.Numbers` has them;
+        ints int64 [s, INTS]: top-k, `formulas.counter`. `cuts`: some row has a top-k or top-p."""
 
     def compute_logprobs(
         self, logits: Tensor, token_ids: Tensor, k: int

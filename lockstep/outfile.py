@@ -16,8 +16,18 @@ def check(option: str, where: str) -> None:
         raise RuleError(f"{option} names a file", "''", "Use - for stdout")
     if where == "-":
         return
+    path = Path(where)
     try:
-        _try(Path(where))
+        if path.is_fifo():
+            return  # opening it would wait for its reader
+        if path.exists():
+            with path.open("ab"):
+                return
+        folder = path.parent
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            return
     except OSError as error:
         raise RuleError(RULE, f"{option} {where}: {error.strerror}", REMEDY) from None
 
@@ -33,16 +43,3 @@ def write(where: str, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RuleError(RULE, f"{where}: {error.strerror}", REMEDY) from None
-
-
-def _try(path: Path) -> None:
-    if path.is_fifo():
-        return  # opening it would wait for its reader
-    if path.exists():
-        with path.open("ab"):
-            return
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    with tempfile.TemporaryFile(dir=folder):
-        return

@@ -59,8 +59,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text, without special tokens and ids that have no token. Bytes that are no UTF-8
-        become U+FFFD."""
+        """Text without special tokens and ids that have no token; bytes not in UTF-8 are U+FFFD."""
         if len(ids) == 1:
             return self._decode_one(ids[0])
         text: str = self.library.decode(list(ids))
@@ -77,8 +76,7 @@ class Tokenizer:
 
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
-        """Tokens of one byte each, one of which may follow any unfinished character, where there
-        are such."""
+        """Tokens of one byte, where there are such: one may follow any unfinished character."""
         ids: list[int] = []
         for pieces in CONTINUATIONS:
             known = [self.library.token_to_id(piece) for piece in pieces]

@@ -1,7 +1,6 @@
 """Attention on the CPU: our own kernel, in the canonical order. The default without a GPU.
 
-`lower` derives what the kernel reads besides the plan: who sees what, and which rows are computed
-together; `bind` adds the constants of every layer.
+`lower` derives who sees what and which rows are computed together, `bind` adds layers' constants.
 """
 
 from collections import namedtuple
@@ -195,8 +194,7 @@ def block_rows(spec: GroupSpec) -> int:
 
 
 def most_blocks(spec: GroupSpec, bucket: Bucket) -> int:
-    """Blocks of any step of a bucket: one per request, and one for every full block of further
-    rows."""
+    """Blocks of any step of a bucket: one per request, and one per full block of further rows."""
     requests = min(bucket.requests, bucket.tokens)
     return requests + (bucket.tokens - requests) // block_rows(spec)
 

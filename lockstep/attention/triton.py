@@ -46,8 +46,7 @@ HALF = (-65504.0, 65504.0)  # float16's; a bfloat16 query in between loses nothi
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel: its launch shape and how many items it has, with room for their
-    parts per kv head."""
+    """One launch of the kernel: its shape, how many items, and room for their parts per kv head."""
 
     tuning: Tuning
     items: int
@@ -135,22 +134,19 @@ class Backend:
         out = torch.empty(*q.shape[:2], d_v, dtype=q.dtype, device=q.device)
         if keys.k.dtype is torch.float16 and q.dtype is not torch.float16:
             q = q.clamp(*HALF).half()
+        # values are the first columns of the keys, in their memory: without a cache too
+        shared = keys.v.data_ptr() == keys.k.data_ptr()
         arguments = handle.arguments[spec] | {
             "q": widened(q, d_qk),
             "k": keys.k,
             "v": keys.v,
-            "LATENT": shared(keys) and d_v == handle.arguments[spec]["DA"],
+            "LATENT": shared and d_v == handle.arguments[spec]["DA"],
             "out": out,
             "lse": torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
         }
         for one, table in handle.launches:
             launch.launch(arguments, table, one.tuning)
         return out[..., : group.d_v], arguments["lse"]
-
-
-def shared(keys: Keys) -> bool:
-    """Whether values are the first columns of the keys, in their memory: without a cache too."""
-    return keys.v.data_ptr() == keys.k.data_ptr()
 
 
 def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
@@ -196,10 +192,8 @@ def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
 
 
 def most_items(spec: GroupSpec, bucket: Bucket) -> int:
-    """Items of any step of a bucket, at most.
-
-    A request's first block has one per split that it sees. Other blocks are whole, or, where they
-    are few, have as many as the longest request has splits.
+    """Items of any step of a bucket, at most. A request's first block has one per split that it
+    sees; others are whole or, where they are few, have as many as the longest request has splits.
     """
     tree, tokens = has_trees(spec, bucket), bucket.tokens
     requests, flat = min(bucket.requests, tokens), tokens * spec.group_size

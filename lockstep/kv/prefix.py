@@ -5,8 +5,7 @@ whole pages in every group; window groups may have lost the first of them, or al
 found by the ids themselves: equal hashes are not enough. A page that a request holds too is not
 evicted, nor a node where a request is; the least recently used goes first.
 
-Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first
-step and `insert` after each one.
+Knows tokens and pages, no request: the scheduler calls `match` at its first step, then `insert`.
 """
 
 import math

@@ -3,8 +3,7 @@ before a step, release behind the window, fork a second continuation.
 
 Page 0 is the null page: padding lives there, it is never handed out. A page is free, or held
 `refs[page]` times, `kept[page]` of them by the prefix tree; if only by that, it is idle. Groups
-have pools of their own; all groups succeed or none does. Host only; `pages(g)`, a frozen value per
-group, is what `plan.build` takes.
+have pools of their own; all groups succeed or none does. Host only; `plan.build` takes `pages(g)`.
 """
 
 from collections.abc import Iterable, Sequence

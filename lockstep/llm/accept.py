@@ -2,8 +2,7 @@
 
 A completion gets one token, or those on which its draft and the target agree and one more; it ends
 where a token or its text says so. No completion is changed here but for the text that goes `ahead`
-where stop strings are looked for. Knows completions and numbers on the host; the engine calls it
-when a step has come back.
+where stop strings are looked for. Knows completions and numbers on the host; the engine calls it.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ def accept(
     kept, accepted, endings = dict[int, tuple[int, ...]](), dict[int, Accepted](), list[Ending]()
     texts, speculated = dict[int, tuple[str, ...]](), dict[int, Speculated]()
     ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
-    ended: list[int] = []
-    if some_ended:
-        ended = [row for row, each in enumerate(completions) if each.finish is not None]
+    looked = completions if some_ended else ()
+    ended = [row for row, each in enumerate(looked) if each.finish is not None]
     for row in {*ends, *rows.searched, *ended, *errors, *nodes}:
         completion, entry = completions[row], Accepted((), 0)
         left = completion.most - launched.begins[row]  # a draft may go on behind the last token
@@ -79,14 +77,11 @@ def accept(
 def drafts_of(launched: Launched) -> dict[int, NodeRows]:
     """The drafts that a step verified, by completion."""
     batch, firsts, ids = launched.step.batch, launched.rows.firsts, launched.drafted_ids().tolist()
-    return {
-        row: NodeRows(
-            firsts[row],
-            ids[batch.begins[owner] : batch.begins[owner + 1]],
-            batch.rows[owner].parents or (),
-        )
-        for row, owner in launched.rows.drafts
-    }
+    drafts = {}
+    for row, owner in launched.rows.drafts:
+        guesses = ids[batch.begins[owner] : batch.begins[owner + 1]]
+        drafts[row] = NodeRows(firsts[row], guesses, batch.rows[owner].parents or ())
+    return drafts
 
 
 def gathered(

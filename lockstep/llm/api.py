@@ -54,8 +54,7 @@ class LLM:
     ) -> list[Output]:
         """One output per prompt, in order. A prompt is a string or a list of token ids; params and
         `priority` (a higher one goes first, and changes no answer) are for all or one for each.
-        `on_done` is called once per prompt, when its last completion has ended: for progress bars.
-        """
+        `on_done` is called once per prompt, when its last completion has ended (progress bars)."""
         many = prompt_forms.many(prompts)
         asked = prompt_forms.params_for(params, len(many))
         levels = prompt_forms.priorities_for(priority, len(many))

@@ -327,7 +327,9 @@ class Engine:
             self._changing = True
             with garbage_waits():  # the device has nothing to do until the next step is launched
                 touched = self._settle(0) if self._held else []
-                step = self._schedule()
+                if self.speculation is not None:
+                    self.speculation.propose(self.scheduler, self._params_of)
+                step = self.scheduler.schedule()
                 if step is not None:
                     self.scheduler.advance(step)
                     self._launched.append(self._launch(step))
@@ -351,12 +353,6 @@ class Engine:
             self.scheduler.check()
 
     # -- one step
-
-    def _schedule(self) -> ScheduledStep | None:
-        """The next step, and drafts for it."""
-        if self.speculation is not None:
-            self.speculation.propose(self.scheduler, self._params_of)
-        return self.scheduler.schedule()
 
     def _launch(self, step: ScheduledStep) -> Launched:
         """A step, and what is sampled of it, on its way. The launch samples too, where it samples
@@ -432,8 +428,7 @@ class Engine:
 
     def _settle(self, later: int) -> list[Generation]:
         """Takes in what launched steps have brought, of all but the last `later`. Before `_settled`
-        is set a step has not happened, from then on it has; the last one's is still to be written.
-        """
+        is set a step has not happened, from then on it has; the last is still to be written."""
         touched: list[Generation] = []
         while len(self._launched) > later:
             self._write()
@@ -457,8 +452,7 @@ class Engine:
         return touched
 
     def _write(self) -> None:
-        """What the last settled step has brought, if that is still to be done; it may be left
-        anywhere and begun again."""
+        """What the last settled step has brought, unless done; may be left and begun again."""
         if self._settled is None:
             return
         self._settled.write()
@@ -537,9 +531,7 @@ class Engine:
             return Buckets(config.bucket_sizes, *others)
         if not captured:
             return None
-        widths: tuple[int, ...] = (1,)
-        if config.speculative_algorithm is not None:
-            widths = drafts.shape_of(config).widths
+        widths = drafts.shape_of(config).widths if config.speculative_algorithm else (1,)
         most, each = config.max_running_requests, -(-self.context_length // config.page_size)
         return Buckets.for_decoding(most, each, most_pages, widths)
 

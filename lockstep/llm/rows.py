@@ -20,7 +20,7 @@ from lockstep.ops import Ops, sent
 from lockstep.plan.build import paths
 from lockstep.run.runner import GUESSES
 from lockstep.sample.sampler import Logprobs, RowParams, Sampled, log_probs
-from lockstep.sched.request import Batch, Request, ScheduledRows, ScheduledStep
+from lockstep.sched.request import Batch, Request, ScheduledStep
 
 NO_ID = -2  # no token, and no sample of the step before
 
@@ -64,7 +64,9 @@ class SampledRows:
             spec, first = rows.request.spec, begin + len(rows.emit) - rows.draws
             if not spec.embed and (first > begin or (spec.items and rows.samples)):
                 scored.append((i, begin))
-            own = sampled_completions(rows, generation)
+            own = [generation.completions[rows.request.index]] * rows.sampled
+            if rows.sampled > 1:  # at the prompt's end all get a token
+                own = generation.completions[: rows.sampled]
             if rows.parents is not None:
                 drafts.append((len(completions), i))
                 firsts.append(len(draws))
@@ -91,8 +93,7 @@ class SampledRows:
         )
 
 
-# one row that is sampled from: whose it is, then an entry of `owners`, `last_lens` and `emits`, and
-# the nodes of its path
+# a row that is sampled from: whose, entries of `owners`, `last_lens` and `emits`, nodes of its path
 _Draw = tuple[CompletionState, int, int, int, tuple[int, ...]]
 
 
@@ -106,13 +107,6 @@ def _columns(draws: list[_Draw]) -> Draws:
         how=RowParams.of([c.params for c in completions], [c.prompt_len for c in completions]),
         penalised=tuple((row, nodes[row]) for row in penalised),
     )
-
-
-def sampled_completions(rows: ScheduledRows, generation: Generation) -> list[CompletionState]:
-    """Those that get a token: all at the prompt's end, then the request's own."""
-    if rows.sampled > 1:
-        return generation.completions[: rows.sampled]
-    return [generation.completions[rows.request.index]] * rows.sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +200,5 @@ def first_of_items(ops: Ops, generation: Generation, logits: Tensor) -> list[Sco
     items = generation.request.spec.items
     firsts = torch.tensor([item[0] for item in items])
     found = log_probs(ops, logits.expand(len(items), -1), firsts)
-    each = [Logprobs(*[column[i : i + 1] for column in found]) for i in range(len(items))]
-    return [
-        ScoreUpdate(generation.request, completion.scores, 0, one, 0)
-        for completion, one in zip(generation.completions, each, strict=True)
-    ]
+    each = zip(generation.completions, *(column.split(1) for column in found), strict=True)
+    return [ScoreUpdate(generation.request, c.scores, 0, Logprobs(*one), 0) for c, *one in each]

@@ -239,9 +239,8 @@ Grouped = tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]
 def groups_of(
     layers: Sequence[Attention], page_size: int = 16, kv_dtype: str = "float32"
 ) -> Grouped:
-    """Layers that keep and see their keys alike share a group; groups stand in order of their first
-    layer. Returns them, with the cache's page size and dtype unless they are fresh, and the place
-    of each layer."""
+    """Layers that keep and see their keys alike share a group, in order of their first. Returns the
+    groups, with the cache's page size and dtype unless they are fresh, and the layers' places."""
     members: dict[GroupSpec, list[AttnSpec]] = {}
     layer_map = []
     for spec in (layer.group() for layer in layers):

@@ -221,8 +221,7 @@ class Decoder(Model):
     def hidden_states(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """What `logits` takes, and the residual stream behind each of `layers`: the sum that the
-        next norm takes."""
+        """What `logits` takes, and behind each of `layers` the sum that the next norm takes."""
         cos_sin, residual = self.cos_sin(positions), self.embedding(ids)
         hidden = self.blocks[0].input_norm(residual)
         norms = [*(block.input_norm for block in self.blocks[1:]), self.norm]

@@ -2,8 +2,7 @@
 shape → a tensor, and the operations that it is used with.
 
 A model is built twice by the same code: first against a source that only notes names and shapes,
-then against the files (`models.loader`). A norm takes one row at a time, in float32, with one
-rounding at the end."""
+then against the files (`models.loader`). A norm takes a row, in float32, and rounds it once."""
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -156,8 +155,7 @@ def stack(parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class RMSSpec:
-    """The RMS norms of a model. `plus_one`: the file holds w, the layer multiplies with 1 + w,
-    added once, at load."""
+    """The RMS norms of a model. `plus_one`: the file holds w, the layer multiplies with 1 + w."""
 
     eps: float
     plus_one: bool = False

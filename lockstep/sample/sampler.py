@@ -167,8 +167,7 @@ def changes(batch: RowBatch) -> list[int]:
 
 
 def apply_penalties(logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...]) -> Tensor:
-    """Bias, penalties, min_tokens: `logits` themselves if no row asks for a change, otherwise a
-    changed copy."""
+    """Bias, penalties, min_tokens: on a copy, or `logits` themselves if no row asks for any."""
     edited = {r: batch.row(r) for r in changes(batch)}
     if not edited:
         return logits
@@ -209,8 +208,7 @@ def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def _entries(per_row: Mapping[int, NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Row, id and numbers of every token that rows name, once each, from [id and numbers, tokens]
-    of each row."""
+    """Row, id and numbers of every token that rows name, from [id and numbers, tokens] of each."""
     counts = [columns.shape[1] for columns in per_row.values()]
     rows, columns = np.repeat(list(per_row), counts), np.hstack(list(per_row.values()))
     at, ids, *numbers = torch.from_numpy(np.vstack((rows, columns))).to(device)

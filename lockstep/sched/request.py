@@ -297,11 +297,10 @@ def waits(held_until: Any, settled: int) -> Any:
 
 
 class Decoding:
-    """Requests that decode, as columns: a step moves their lengths and tokens all at once.
-
-    Members are the running requests that miss one row and sample one token with it, by rank. One is
-    inside, its lengths and tokens in the columns alone, up to a length at which it needs a page or
-    may end, or until somebody asks the request for them. Pages are the scheduler's."""
+    """Requests that decode, as columns: a step moves their lengths and tokens all at once. Members
+    are the running ones that miss one row and sample one token with it, by rank. One is inside, its
+    lengths and tokens in the columns alone, up to a length at which it needs a page or may end, or
+    until somebody asks the request for them. Pages are the scheduler's."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
