@@ -6,8 +6,7 @@ states the order in words. A class of devices has a name for its own; a changed 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# a tile's row sum: lane j adds keys j, j+16, ... ascending; then lanes fold 8+8, 4+4, 2+2, 1+1
-LANES = 16
+LANES = 16  # of a row's sum: j adds keys j, j+16, ... ascending; then they fold 8+8, 4+4, 2+2, 1+1
 HEAD_MULTIPLE = 8  # head sizes are stored as multiples of this, with zeros behind their own columns
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

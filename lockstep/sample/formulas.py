@@ -65,8 +65,7 @@ def counter(seed: Any, index: Any, position: Any) -> tuple[Any, Any, Any, Any]:
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     """Philox 4x32-10 (Salmon et al., 2011) of a counter under the key (k0, k1): four words. All are
-    int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; its two halves are right all the
-    same."""
+    int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; both its halves are right."""
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1
         c0, c2 = (p1 >> 32) & WORD ^ c1 ^ k0, (p0 >> 32) & WORD ^ c3 ^ k1

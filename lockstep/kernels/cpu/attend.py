@@ -297,8 +297,7 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
 
 
 def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
-    """Copy the queries, empty the totals; returns rows, lowest lo, highest hi and lowest listed
-    position."""
+    """Copy queries, empty totals; returns rows, lowest lo, highest hi, lowest listed position."""
     rows = (unit.end - unit.begin) * job.group
     lo, hi, tail = NOWHERE, np.int64(0), NOWHERE
     for token in range(unit.begin, unit.end):
@@ -394,8 +393,7 @@ SCRATCH = ENTRIES + 8 * len(KernelArgs._fields)  # where its entries begin
 
 @lru_cache(64)
 def layout(d_qk: int, d_v: int, tile: int, rows: int) -> tuple[int, ...]:
-    """The entries of a Scratch for so many rows, and the bytes of memory that it takes, a multiple
-    of 64."""
+    """The entries of a Scratch for so many rows, then the bytes of its memory, a multiple of 64."""
     q, v, row = (4 * LANES * -(-n // LANES) for n in (d_qk, d_v, rows))
     areas = (rows * q, 4 * d_qk * tile, tile * v, 4 * rows * tile, rows * v, rows * v, q)
     tables = (*[row] * 5, *[8 * rows] * 2, *[8 * tile] * 2)
@@ -404,8 +402,7 @@ def layout(d_qk: int, d_v: int, tile: int, rows: int) -> tuple[int, ...]:
 
 
 def work(at: Any, worker: Any) -> None:
-    """What a thread does in a call: units until none is left, last blocks first: under causality
-    they see the most keys."""
+    """What a thread does in a call: units while there are, last blocks, which see most, first."""
     job = unpack(at + ENTRIES, 0)
     scratch = carve(at + SCRATCH, job.memory + worker * job.memory_bytes)
     for byte in range(0, scratch.q_stride, VECTOR_BYTES):

@@ -26,8 +26,7 @@ P5, P6 = -0.0008175639469522938, 8.513104775694636e-05
 Q0, Q1, Q2, Q3 = 1.6281115457023834, 0.9172219574076288, 0.15145233442047787, -0.03227521877529269
 Q4, Q5 = 0.003954715449407761, 2.810481863154913e-05
 Q6, Q7 = -8.54983993709039e-05, 8.75881927330167e-06
-# pi/2 = H1 + H2 + H3 + H4: three parts of at most 24 bits, whose products with n < 2^29 are exact,
-# and a rest
+# pi/2 = H1 + H2 + H3 + H4: three of at most 24 bits, whose products with n < 2^29 are exact, a rest
 H1, H2 = float.fromhex("0x1.921fb4p0"), float.fromhex("0x1.4442d0p-24")
 H3, H4 = float.fromhex("0x1.846988p-48"), float.fromhex("0x1.8cc51701b839ap-72")
 TURNS = 0.6366197723675814  # 2 / pi

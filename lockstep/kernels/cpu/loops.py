@@ -90,8 +90,7 @@ def values(
     last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any,
 ) -> None:  # fmt: skip
     """acc[r][column + j] = acc * alpha[r], then an fma chain over the keys [first, last) of
-    p[r][key] * v[key][column + j]. Row `key` of v lies at table[key], an address; `column` is in
-    bytes."""
+    p[r][key] * v[key][column + j]. Row `key` of v lies at table[key]; `column` is in bytes."""
 
     def loop(rows: int, vectors: int) -> None:
         p_rows = row_addresses(builder, p, p_stride, rows)

@@ -14,9 +14,8 @@ from lockstep.ops import Routing
 
 
 class Routes(NamedTuple):
-    """ids int64 and weights float32 [t, k]; pairs int64 [t · k], the number row · k + choice of
-    every pair, by expert and then ascending; indptr int64 [experts + 1]: where each expert's pairs
-    begin."""
+    """ids int64 and weights float32 [t, k]; pairs int64 [t · k], the numbers row · k + choice by
+    expert, then ascending; indptr int64 [experts + 1]: where each expert's pairs begin."""
 
     ids: Tensor
     weights: Tensor

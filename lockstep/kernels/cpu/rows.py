@@ -178,8 +178,7 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _run(what: int, x: Tensor, *more: int, columns: int = 0) -> Tensor:
-    """One call over the rows of x: [outer, n] or [outer, inner, n], with so many columns of y, or
-    as many."""
+    """One call over the rows of x, [outer, n] or [outer, inner, n]; y has `columns`, or as many."""
     (outer, *inner, n), (x_outer, *x_inner, _) = x.shape, x.stride()
     n = columns or n
     y, (one, step) = empty(outer, *inner, n), (inner[0], x_inner[0]) if inner else (1, 0)
@@ -203,8 +202,7 @@ def _call(
 def prepared(
     what: int, strides: tuple[int, ...], sizes: tuple[int, ...], more: int, _: Any
 ) -> threads.Call:
-    """A call without the addresses of x and y and without `more` entries; it stands for one
-    `threads.setting`."""
+    """For one `threads.setting` a call without the addresses of x and y and `more` entries."""
     outer, inner, n = sizes
     cost_ns = outer * inner * n * ELEMENT_NS.get(what, 1)
     team = threads.team(outer, cost_ns)

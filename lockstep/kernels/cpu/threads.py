@@ -146,8 +146,7 @@ def breathe(builder: Any) -> None:
 
 
 def play(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
-    """Run `count` records that lie one behind the other, up to one with a fault: then the first one
-    has it."""
+    """Run `count` records, one behind another, up to one with a fault, which the first then has."""
     first = int64_at(at)
     for _ in range(count):
         head = int64_at(at)
@@ -160,8 +159,7 @@ def play(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
 
 
 def call(at: Any) -> None:
-    """Run the record's work on this thread and on helpers, a TEAM of the POOL that there is, or a
-    fair share of them."""
+    """Run the record's work on this thread and on helpers: a TEAM, or a fair share, of the POOL."""
     head = int64_at(at)
     work, pool, board, counters = head[WORK], head[POOL], head[BOARD], int64_at(head[COUNTERS])
     if head[TEAM] == 1:
@@ -441,8 +439,7 @@ def memory(each: int, team: int) -> int:
 
 
 def aligned(nbytes: int) -> tuple[Any, int]:
-    """New memory, all zero, and the first address in it that is a multiple of 64, with so many
-    bytes behind it."""
+    """New memory, all zero, and its first multiple of 64 as an address, with `nbytes` behind it."""
     memory = np.zeros(nbytes + 64, np.uint8)
     return memory, -(-where(memory) // 64) * 64
 
@@ -544,8 +541,7 @@ def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
 
 @functools.cache
 def compiled() -> Any:
-    """The texts of this file for this machine; `released` is `call` without the interpreter's
-    lock."""
+    """The texts of this file, compiled; `released` is `call` without the interpreter's lock."""
     numbers = [ctypes.c_int64] * 5
     playing = relinked(play, {**globals(), "call": jitted(call, globals())})
     calling, serving = c_function("calling", playing), c_function("helping", serve)
