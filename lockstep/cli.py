@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 from lockstep import __version__, outfile
 from lockstep.types import RuleError, did_you_mean
 
-Command = Callable[[argparse.Namespace], int]
 Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
 PRINT_HELP = "lockstep.cli:print_help"  # of a command that wants another word behind it
 CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
@@ -181,7 +180,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 def with_revert(args: argparse.Namespace) -> int:
     """Imports and runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
-    call: Command = resolve_name(args.call)
+    call: Callable[[argparse.Namespace], int] = resolve_name(args.call)
     name = os.environ.get("LOCKSTEP_REVERT")
     if not name:
         return call(args)

@@ -45,8 +45,7 @@ class EngineConfig:
     # machine's, 0.8 of a GPU's
     mem_fraction_static: float | None = None
     context_length: int | None = None
-    # steps are padded up to these counts of rows; None: never
-    bucket_sizes: tuple[int, ...] | None = None
+    bucket_sizes: tuple[int, ...] | None = None  # rows that steps are padded to; None: never
     # and of requests and of emitted rows; None: the same counts
     request_bucket_sizes: tuple[int, ...] | None = None
     emit_bucket_sizes: tuple[int, ...] | None = None

@@ -83,8 +83,7 @@ class Routing:
     norm: bool = False  # weights are divided by their sum (plus `floor`)
     floor: float = 0.0
     scale: float = 1.0  # multiplies the weights at last
-    # equal ones; one counts by its best expert, with a correction by its best two's sum
-    groups: int = 1
+    groups: int = 1  # equal; one counts by its best expert, with a correction by its best two's sum
     keep: int = 1  # so many of the groups take part, the best ones; 1 of 1 = all
 
     def __post_init__(self) -> None:

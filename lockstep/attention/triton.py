@@ -193,8 +193,7 @@ def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
 
 def most_items(spec: GroupSpec, bucket: Bucket) -> int:
     """Items of any step of a bucket, at most. A request's first block has one per split that it
-    sees; others are whole or, where they are few, have as many as the longest request has splits.
-    """
+    sees; others are whole or, where they are few, have as many as the longest request's splits."""
     tree, tokens = has_trees(spec, bucket), bucket.tokens
     requests, flat = min(bucket.requests, tokens), tokens * spec.group_size
     splits = order.attention_order(order.SM90, spec.d_qk, spec.d_v).splits

@@ -16,7 +16,6 @@ from torch import Tensor
 from lockstep.ops import Ops, Packed
 
 Affine = tuple[Tensor, Tensor | None]  # weight and bias
-Take = Callable[[str, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +86,7 @@ class WeightSource:
     """The weights below `prefix`, for a device. `take(name, shape)` gives a float32 tensor;
     `unused(pattern)` is told of names that a model leaves alone."""
 
-    take: Take
+    take: Callable[[str, tuple[int, ...]], Tensor]
     unused: Callable[[str], None]
     names: Container[str]
     ops: Ops

@@ -19,8 +19,7 @@ from lockstep.types import RuleError
 
 Params = Mapping[str, Any]
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-# a key of dynamic rope parameters: the length that the base is stretched for
-CONTEXT = "context_length"
+CONTEXT = "context_length"  # a key of dynamic rope parameters: what the base is stretched for
 BROKEN = (KeyError, TypeError, ValueError, ArithmeticError)  # parameters are at fault
 EXACT = decimal.Context(prec=40)  # digits; a float64 has 17
 

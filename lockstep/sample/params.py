@@ -16,14 +16,13 @@ MAX_TOKENS, MAX_COMPLETIONS, MAX_LOGPROBS = 2**24, 128, 20
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
-SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
 
 # integers and numbers: from, to, and what to use instead
 WHOLES = {
     "max_tokens": (1, MAX_TOKENS, "Use None for as many as the context leaves"),
     "top_k": (-1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
-    "seed": (SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
+    "seed": (-(2**63), 2**63 - 1, "Use None for a seed of its own"),
     "n": (1, MAX_COMPLETIONS, "Send several requests, with sample_index to tell them apart"),
     "min_tokens": (0, MAX_TOKENS, "Use 0 for no minimum"),
     "sample_index": (0, 2**31 - MAX_COMPLETIONS - 1, "Use 0 for the first completion"),

@@ -21,8 +21,7 @@ from lockstep.types import RuleError
 GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of a kind of step
 Column = NDArray[np.int64]
 HEAD_START = 64  # later arrivals that one level of priority lets a request overtake
-# what moves while a request decodes
-MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")
+MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")  # while it decodes
 # The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are here. Below
 # UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
