@@ -85,10 +85,9 @@ def refusal(
     capped = any(a.soft_cap is not None for a in spec.layers)
     sinks = any(a.sinks is not None for a in spec.layers)
     any_size = caps.page_sizes is None or not paged
-    window = spec.window
     rules = (
         (any_size or spec.page_size in (caps.page_sizes or ()), f"page size {spec.page_size} is"),
-        (caps.window or window is None, f"window {window}: sliding windows are"),
+        (caps.window or spec.window is None, f"window {spec.window}: sliding windows are"),
         (caps.non_causal or spec.causal, "attention that is not causal is"),
         (caps.soft_cap or not capped, "soft caps are"),
         (caps.sinks or not sinks, "sinks are"),

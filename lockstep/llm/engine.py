@@ -462,8 +462,7 @@ class Engine:
         self._settled = None
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
-        """What generations get, and what the scheduler is told of every row. Nobody sees the rows
-        of requests that have ended meanwhile."""
+        """What generations get and the scheduler is told; nobody sees rows of ended requests."""
         tokens, endings, accepted = None, list[Ending](), AcceptedTokens()
         if launched.chosen is not None:
             some_ended = self.scheduler.ends > launched.step.ends

@@ -259,8 +259,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         if first < last:
             if not same and not checked:
                 checked, clean = True, finite(scratch, reach)
-            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by
-            # row, to those that see it
+            # 0 * NaN is NaN: where rows differ in keys, values not finite go to those that see them
             together = rows if same or clean else 1
             for r in range(row, row + rows, together):
                 first, last, same = group_span(scratch, r, together)
@@ -366,8 +365,7 @@ ARRAYS = {  # fields that are indexed; others are numbers
 
 
 def fields(kind: Any, areas: Collection[str] = ()) -> Any:
-    """Build `f(entries, memory)`: the entries from an address on as a named tuple; `areas` are
-    so many bytes behind `memory`."""
+    """Build `f(entries, memory)`: the entries there as a named tuple, `areas` behind `memory`."""
     kinds = [ARRAYS.get(name, types.int64) for name in kind._fields]
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

@@ -1,8 +1,7 @@
 """exp2, tanh, erf, log2, cos and sin, written out: the same bits on every machine.
 
-exp2 (1 ulp, exactly 1 at 0 and 0 below -126), tanh and erf (2 ulp) are for float32 scalars and for
-FLOATS alike; log2 and cos_sin (1e-15) for a float64 scalar. NaN stays NaN. Plain texts, compiled by
-attend.py and rows.py.
+exp2 (1 ulp, exactly 1 at 0 and 0 below -126), tanh and erf (2 ulp) are for float32 scalars and
+FLOATS, log2 and cos_sin (1e-15) for a float64. NaN stays NaN. Compiled by attend.py and rows.py.
 """
 
 from typing import Any

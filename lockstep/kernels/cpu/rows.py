@@ -82,8 +82,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
-    """The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until
-    they are rounded; then comes the factor."""
+    """An angle is a float32 product; cos and sin are float64, then rounded, times the factor."""
     at = positions if positions.dtype is torch.int32 else positions.to(torch.int32)
     at, half = at.contiguous(), freqs.shape[0]
     cos, sin = empty(at.shape[0], half), empty(at.shape[0], half)
@@ -165,8 +164,7 @@ def _checked(record: "array[int] | None", numbers: Tensor, size: int) -> None:
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Means of rows by their lengths: rows are added in order, squares of columns in order, and the
-    quotient is rounded once."""
+    """Means of rows by their lengths: rows and squares of columns added in order, rounded once."""
     rows, y = x.numpy(), np.empty((len(spans), x.shape[1]), np.float32)
     for (begin, end), row in zip(spans, y, strict=True):
         mean = np.zeros(x.shape[1])

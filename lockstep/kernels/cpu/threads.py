@@ -214,8 +214,7 @@ def claim(at: Any, worker: Any) -> Any:
 
 @njit(**OPTIONS)
 def fetch(at: Any, rows: Any, stride: Any, first: Any, last: Any, nbytes: Any) -> None:
-    """Ask for rows that a unit will read: in a call of several threads they lie in the caches of
-    those who wrote them."""
+    """Ask for rows that a unit will read: with several threads they lie in others' caches."""
     if int64_at(at)[TEAM] > 1:
         for row in range(first, last):
             for byte in range(0, min(nbytes, NEAR_BYTES), 8 * LINE):
