@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 LANES = 16  # of a row's sum: j adds keys j, j+16, ... ascending; then they fold 8+8, 4+4, 2+2, 1+1
+SPLIT_LEN = 512  # keys of a CPU's split, whole tiles: online softmax inside, one fold between
 HEAD_MULTIPLE = 8  # head sizes are stored as multiples of this, with zeros behind their own columns
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -21,11 +22,6 @@ def stored_len(d: int) -> int:
 def tile_len(d_qk: int, d_v: int) -> int:
     """Keys per tile. Tiles are aligned to absolute position 0."""
     return 64 if stored_len(max(d_qk, d_v)) <= 256 else 32
-
-
-def split_len(d_qk: int, d_v: int) -> int:
-    """Keys per split, whole tiles: online softmax inside, one fold between. From position 0 on."""
-    return 512
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def device_class(machine: str) -> str:
 def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
     """Tile and splits: a function of the device class and the head sizes, and of nothing else."""
     if device_class == CPU:
-        return AttentionOrder(tile_len(d_qk, d_v), even(split_len(d_qk, d_v)))
+        return AttentionOrder(tile_len(d_qk, d_v), even(SPLIT_LEN))
     widest = stored_len(max(d_qk, d_v))
     if widest > 256:  # a latent row's parts are nearly as large as its keys: fewer of them
         return AttentionOrder(64, even(1024))

@@ -142,11 +142,10 @@ def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
     assert [t.shape[2] for t in pool.keys(0)] == [5, 3]
 
 
-def test_tiles_and_splits_follow_from_the_stored_size():
+def test_tiles_follow_from_the_stored_size():
     assert [order.stored_len(d) for d in (1, 7, 8, 9, 20, 576)] == [8, 8, 8, 16, 24, 576]
     for d in range(1, 577):
         assert order.tile_len(d, d) == order.tile_len(order.stored_len(d), order.stored_len(d))
-        assert order.split_len(d, d) == order.split_len(order.stored_len(d), order.stored_len(d))
 
 
 def test_a_head_that_no_canonical_backend_takes_is_refused_with_the_remedy(tmp_path):

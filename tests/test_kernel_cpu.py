@@ -59,7 +59,7 @@ def bound(table: Table, heads: int, kv_heads: int, d_qk: int, d_v: int, **more: 
         table=table,
         page_size=spec.page_size,
         tile=order.tile_len(d_qk, d_v),
-        split=order.split_len(d_qk, d_v),
+        split=order.SPLIT_LEN,
         largest=len(table.lo),
         layers={},
     )

@@ -106,7 +106,7 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     heads, d_qk, d_v = 2, 24, 8
     q = rng.standard_normal((1, heads, d_qk), dtype=F)
     k, v = rng.standard_normal((n, 1, d_qk), dtype=F), rng.standard_normal((n, 1, d_v), dtype=F)
-    tile, split = order.tile_len(d_qk, d_v), order.split_len(d_qk, d_v)
+    tile, split = order.tile_len(d_qk, d_v), order.SPLIT_LEN
     ids = rng.permutation(n).astype(np.int32)
     pool_k, pool_v = np.empty_like(k), np.empty_like(v)
     pool_k[ids], pool_v[ids] = k, v

@@ -100,10 +100,7 @@ def test_the_order_of_a_device_class_depends_on_head_sizes_alone_and_tiles_divid
         splits = found.splits
         assert all(n % found.tile == 0 for n in (splits.len0, splits.len1))
         on_cpu = order.attention_order(order.CPU, d_qk, d_v)
-        assert (on_cpu.tile, on_cpu.splits) == (
-            order.tile_len(d_qk, d_v),
-            even(order.split_len(d_qk, d_v)),
-        )
+        assert (on_cpu.tile, on_cpu.splits) == (order.tile_len(d_qk, d_v), even(order.SPLIT_LEN))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16, 24, 48, 100, 128, 1000])

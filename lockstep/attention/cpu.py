@@ -120,7 +120,7 @@ class Backend(base.Backend):
             table=table,
             page_size=page_size,
             tile=order.tile_len(spec.d_qk, spec.d_v),
-            split=order.split_len(spec.d_qk, spec.d_v),
+            split=order.SPLIT_LEN,
             largest=min(block_rows(spec), bucket.width or rows),
             layers=self._layers(spec),
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.lab.features import Feature
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.recipes import Script, leaf_uids
-from lockstep.order import split_len, tile_len
+from lockstep.order import SPLIT_LEN, tile_len
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 U = 2.0**-24
@@ -149,7 +149,7 @@ def _attend(
     weights = torch.exp(scores - lse[..., None])
     out, mass = weighted(weights, v)
     delta = off.amax(2).T
-    rescales = n // tile_len(spec.d_qk, spec.d_v) + n // split_len(spec.d_qk, spec.d_v) + 2
+    rescales = n // tile_len(spec.d_qk, spec.d_v) + n // SPLIT_LEN + 2
     grain = (LAMBDA * n**0.5 + 2 * rescales + 16) * U
     narrow = unit if unit > U else 0.0  # float32 rounds within the grain
     out_tol = mass.amax(2) * (2 * delta + 2 * grain + 2 * narrow) + 1e-30
