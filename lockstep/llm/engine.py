@@ -452,7 +452,7 @@ class Engine:
         return touched
 
     def _write(self) -> None:
-        """What the last settled step has brought, unless done; may be left and begun again."""
+        """What the last settled step brought, unless done; may be left anywhere and begun again."""
         if self._settled is None:
             return
         self._settled.write()
