@@ -200,5 +200,5 @@ def first_of_items(ops: Ops, generation: Generation, logits: Tensor) -> list[Sco
     items = generation.request.spec.items
     firsts = torch.tensor([item[0] for item in items])
     found = log_probs(ops, logits.expand(len(items), -1), firsts)
-    each = zip(generation.completions, *(column.split(1) for column in found), strict=True)
+    each = zip(generation.completions, *(column.chunk(len(items)) for column in found), strict=True)
     return [ScoreUpdate(generation.request, c.scores, 0, Logprobs(*one), 0) for c, *one in each]
