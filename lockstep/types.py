@@ -111,15 +111,13 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class AttnSpec:
-    """How one layer turns scores into weights. score = scale * k_scale * (q . k_stored); with a
-    soft cap, cap * tanh(score / cap). `sinks` holds one logit per query head and joins the
-    denominator once per row. The stored V times `v_scale` is V."""
+    """How one layer turns scores into weights. score = scale * k_scale * (q . k_stored)."""
 
     scale: float
-    soft_cap: float | None = None
-    sinks: tuple[float, ...] | None = None
+    soft_cap: float | None = None  # a score becomes cap * tanh(score / cap)
+    sinks: tuple[float, ...] | None = None  # a logit per query head, in the denominator once a row
     k_scale: float = 1.0
-    v_scale: float = 1.0
+    v_scale: float = 1.0  # the stored V times this is V
 
     def __post_init__(self) -> None:
         for name in ("scale", "soft_cap", "k_scale", "v_scale"):
@@ -132,21 +130,18 @@ class AttnSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The layers that share a KV layout and a visible range. `window = w` means: a row at position
-    p sees positions [p-w+1, p], w keys, itself included; None means all. `causal` is False for
-    cross attention and encoders, whose rows see every key of the request. `layers` holds one
-    `AttnSpec` per layer of the group."""
+    """The layers that share a KV layout and a visible range."""
 
     layout: Layout
     heads: int
     kv_heads: int
     d_qk: int
     d_v: int
-    layers: tuple[AttnSpec, ...]
+    layers: tuple[AttnSpec, ...]  # one per layer of the group
     page_size: int = 16
     kv_dtype: str = "float32"
-    window: int | None = None
-    causal: bool = True
+    window: int | None = None  # w: a row at p sees [p-w+1, p], w keys, itself included; None: all
+    causal: bool = True  # False: cross attention and encoders, rows see every key of the request
 
     def __post_init__(self) -> None:
         sizes = (self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size, len(self.layers))

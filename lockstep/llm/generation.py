@@ -238,19 +238,16 @@ class Generation:
 
 
 class TokenUpdates(NamedTuple):
-    """The tokens of a step, a column per quantity: of every completion a new one, which follows its
-    first `begins`; `others` are the rows that get more, or less, than one. By row, their text where
-    it was searched; where their log-probabilities, one per token, begin in `logprobs` if they are
-    wanted; and what was drafted for them so far."""
+    """The tokens of a step, a column per quantity, and what some rows have besides, by row."""
 
     completions: Sequence[CompletionState]
-    begins: Sequence[int]
+    begins: Sequence[int]  # a new token follows so many of its completion
     token_ids: Sequence[int]
-    others: Mapping[int, tuple[int, ...]]
-    texts: Mapping[int, tuple[str, ...]]
+    others: Mapping[int, tuple[int, ...]]  # where there are more, or less, than one
+    texts: Mapping[int, tuple[str, ...]]  # where it was searched
     logprobs: Logprobs | None = None
-    logprob_begins: Mapping[int, int] = {}
-    speculated: Mapping[int, Speculated] = {}
+    logprob_begins: Mapping[int, int] = {}  # where those of a row begin, one per token, if wanted
+    speculated: Mapping[int, Speculated] = {}  # what was drafted so far
 
     def write(self) -> None:
         """Those that have ended were written before that."""

@@ -111,13 +111,12 @@ def _columns(draws: list[_Draw]) -> Draws:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """What a step brings is on the device. `chosen` has an entry for every sampled row, number
-    `begins` of whose completion's tokens it is."""
+    """What a step brings is on the device."""
 
     step: ScheduledStep
     rows: SampledRows
-    begins: tuple[int, ...] = ()
-    chosen: Sampled | None = None
+    begins: tuple[int, ...] = ()  # of every completion, the number of its token
+    chosen: Sampled | None = None  # an entry for every sampled row
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
     hidden: Tensor | None = None  # of all rows, behind the layers that a draft reads

@@ -37,8 +37,7 @@ class GroupLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """Attention over keys and values per head. `window`: keys a row sees, itself included. With a
-    `qk_norm` there is a rope."""
+    """Attention over keys and values per head."""
 
     hidden: int
     heads: int
@@ -46,9 +45,9 @@ class DenseSpec:
     head_dim: int
     scale: float
     rope: Rope | None = None
-    window: int | None = None
+    window: int | None = None  # keys a row sees, itself included
     soft_cap: float | None = None
-    qk_norm: RMSSpec | None = None
+    qk_norm: RMSSpec | None = None  # with a rope only
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False

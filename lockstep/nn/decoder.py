@@ -150,14 +150,13 @@ class DecoderSpec:
 @dataclass(frozen=True, eq=False)
 class Block:
     """x + attention(norm x), then x + feed-forward(norm x), of what `input_norm` made: the decoder
-    norms before the block, and so adds what the block before it left to be added. The norms behind
-    are None where the model has none."""
+    norms before the block, and so adds what the block before it left to be added."""
 
     attn: Dense | Latent
     mlp: Mlp | Moe
     input_norm: RMSNorm
     pre_mlp_norm: RMSNorm
-    post_attention_norm: RMSNorm | None = None
+    post_attention_norm: RMSNorm | None = None  # like the next, where the model has one
     post_mlp_norm: RMSNorm | None = None
 
     def __call__(

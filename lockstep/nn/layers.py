@@ -83,11 +83,10 @@ def pool(ops: Ops, hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class WeightSource:
-    """The weights below `prefix`, for a device. `take(name, shape)` gives a float32 tensor;
-    `unused(pattern)` is told of names that a model leaves alone."""
+    """The weights below `prefix`, for a device."""
 
-    take: Callable[[str, tuple[int, ...]], Tensor]
-    unused: Callable[[str], None]
+    take: Callable[[str, tuple[int, ...]], Tensor]  # by name and shape, a float32 tensor
+    unused: Callable[[str], None]  # is told a pattern of names that a model leaves alone
     names: Container[str]
     ops: Ops
     prefix: str = ""

@@ -21,16 +21,15 @@ DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a re
 class Buckets:
     """The shapes a runner may use: rows, requests and emitted rows are rounded up to a grid each,
     that of the rows where none is named, more emits to multiples of its last size; page tables,
-    lists and moves to powers of two. With `widths` only steps of so many rows of every request are
-    padded: those that decode, draft and verify. Their page tables have room for `request_pages` a
-    request, at most `most_pages`, so that growing requests stay in one bucket."""
+    lists and moves to powers of two."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...] | None = None
     emits: tuple[int, ...] | None = None
+    # if any, only steps of so many rows of every request are padded: that decode, draft and verify
     widths: tuple[int, ...] = ()
-    request_pages: int = 0
-    most_pages: int = 0
+    request_pages: int = 0  # room of their page tables a request: growing ones stay in one bucket
+    most_pages: int = 0  # and at most
 
     @classmethod
     def for_decoding(

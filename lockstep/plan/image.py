@@ -23,19 +23,17 @@ CACHED = [field.name for field in fields(PagedGroup) if field.name != "spec"]
 
 @dataclass(frozen=True, eq=False)
 class PlanArrays:
-    """The arrays of one group inside an image, in the image's own array type. `start` is INT32_MAX,
-    above every position, in groups whose rows have no lists: cross and fresh ones. The rows of a
-    fresh group are its pages: pages of one slot, in order."""
+    """The arrays of one group inside an image, in the image's own array type."""
 
     ids: Any  # [T] the token of every row, 0 for a pad row
     q_indptr: Any  # [B+1]
     positions: Any  # [T]
-    start: Any  # [T]
+    start: Any  # [T] INT32_MAX, above every position, in groups without lists: cross and fresh
     tail_indptr: Any  # [T+1]
     emit: Any  # [S]
     kv_lens: Any  # [B]
     page_indptr: Any  # [B+1]
-    page_ids: Any
+    page_ids: Any  # of a fresh group its rows: pages of one slot, in order
     first_pos: Any  # [B]
     tail_slots: Any
     write_slots: Any  # [W]
@@ -45,12 +43,11 @@ class PlanArrays:
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """Where everything of a step lies: a function of these three and of nothing else. `derived`
-    holds, per group, how many numbers the backend derives."""
+    """Where everything of a step lies: a function of these three and of nothing else."""
 
     bucket: Bucket
     specs: tuple[GroupSpec, ...]
-    derived: tuple[int, ...]
+    derived: tuple[int, ...]  # numbers that the backend derives, per group
 
     @cached_property
     def length(self) -> int:

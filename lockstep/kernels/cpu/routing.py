@@ -14,13 +14,12 @@ from lockstep.ops import Routing
 
 
 class Routes(NamedTuple):
-    """ids int64 and weights float32 [t, k]; pairs int64 [t · k], the numbers row · k + choice by
-    expert, then ascending; indptr int64 [experts + 1]: where each expert's pairs begin."""
+    """The experts of every row, and their pairs (row, choice) as they are laid out."""
 
-    ids: Tensor
-    weights: Tensor
-    pairs: Tensor
-    indptr: Tensor
+    ids: Tensor  # int64 [t, k]
+    weights: Tensor  # float32 [t, k]
+    pairs: Tensor  # int64 [t · k]: the numbers row · k + choice, by expert and then ascending
+    indptr: Tensor  # int64 [experts + 1]: where each expert's pairs begin
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
