@@ -259,7 +259,8 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         if first < last:
             if not same and not checked:
                 checked, clean = True, finite(scratch, reach)
-            # 0 * NaN is NaN: where rows differ in keys, values not finite go to those that see them
+            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by
+            # row, to those that see it
             together = rows if same or clean else 1
             for r in range(row, row + rows, together):
                 first, last, same = group_span(scratch, r, together)
@@ -400,7 +401,8 @@ def layout(d_qk: int, d_v: int, tile: int, rows: int) -> tuple[int, ...]:
 
 
 def work(at: Any, worker: Any) -> None:
-    """What a thread does in a call: units while there are, last blocks, which see most, first."""
+    """What a thread does in a call: units until none is left, last blocks first: under causality
+    they see the most keys."""
     job = unpack(at + ENTRIES, 0)
     scratch = carve(at + SCRATCH, job.memory + worker * job.memory_bytes)
     for byte in range(0, scratch.q_stride, VECTOR_BYTES):
