@@ -172,6 +172,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         outfile.check(option, where)
     if vars(args).get("curves"):
         outfile.check("--svg-dir", os.path.join(args.svg_dir, "curves.svg"))
+    if given and vars(args).get("list"):
+        raise RuleError("--list prints names alone", " ".join(given), "Leave one of them out")
     files = [os.path.realpath(where) for where in given.values() if where != "-"]
     if len(files) > len(set(files)):
         rule = "--json and --html name two files"

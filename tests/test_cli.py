@@ -99,6 +99,7 @@ def test_a_slip_is_one_line_with_a_suggestion(
         ("lab reverts --name sglang-2736", "Did you mean sglang-"),
         ("lab matrix --from nowhere.json", "nowhere.json"),
         ("lab matrix --docs nowhere", "no such folder"),
+        ("lab run --list --json -", "--list prints names alone; got --json"),
     ],
 )
 def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):

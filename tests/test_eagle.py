@@ -20,6 +20,7 @@ from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab.plain.layers import Weights, gated_mlp, linear, rms_norm
 from lockstep.lab.plain.layers import grouped_attention as attention
 from lockstep.lab.tiny import BART, COMMON, CONTEXT, LLAMA, VOCAB, loaded, parts
+from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine
 from lockstep.models.loader import STATED
 from lockstep.plan.build import RequestWork, build
@@ -328,6 +329,11 @@ def test_a_head_needs_a_file_and_a_decoder(tmp_path):
 def test_a_tree_tries_at_least_one_token():
     with pytest.raises(RuleError, match=r"topk is a whole number from 1 to .*; got 0"):
         EngineConfig(speculative_algorithm="eagle3", speculative_eagle_topk=0)
+
+
+def test_a_head_with_more_rows_than_memory_says_which_numbers_make_them():
+    with pytest.raises(RuleError, match=r"memory for .* rows of a head, .* Lower speculative_n"):
+        LLM(speculative_algorithm="eagle3", max_running_requests=2**31 - 1)
 
 
 def test_integers_are_weights_nowhere_else(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import threading
 import weakref
 from contextlib import suppress
@@ -19,7 +20,7 @@ from lockstep.lab import golden, interrupt
 from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
-from lockstep.llm.calls import garbage_waits
+from lockstep.llm.calls import WAITS, garbage_waits
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.generation import CompletionState
 from lockstep.sample.params import SamplingParams
@@ -338,6 +339,44 @@ def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
     while made.busy:
         made.step()
     assert job.done and interrupt.bits(job.output("")) == want
+
+
+@pytest.mark.parametrize("read", ["output", "news"])
+def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
+    """The last steps come while another thread reads the answer."""
+    made, (_, want) = engine(), lone(PARAMS)
+    job = made.add(PROMPT, PARAMS)
+    made.step()
+    publish = job.publish
+
+    def slow() -> None:
+        publish()
+        while made.busy:
+            made.step()
+
+    monkeypatch.setattr(job, "publish", slow)
+    if read == "output":
+        assert job.output("").completions[0].finish_reason == "abort", "it had not ended"
+    else:
+        told = [*job.news(), *job.news()]
+        assert "".join(chunk.text for chunk in told) == "".join(job.completions[0].pieces)
+        assert [chunk.finish_reason for chunk in told] == [None, "length"]
+    assert interrupt.bits(job.output("")) == want
+
+
+def test_garbage_is_looked_for_again_after_an_interrupt_and_a_fork():
+    WAITS.append(True)
+    gc.disable()  # and who did has gone
+    try:
+        context = multiprocessing.get_context("fork")
+        with context.Pool(1) as pool:
+            assert pool.apply(gc.isenabled)
+        assert not gc.isenabled()
+        with garbage_waits():
+            assert not gc.isenabled()
+        assert gc.isenabled() and not WAITS
+    finally:
+        gc.enable()
 
 
 def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):

@@ -43,7 +43,7 @@ class Caps:
     # a launch may be recorded: it depends on the bucket, on what `lower` returned and on the
     # image's numbers where they lie, on nothing else
     graphs: bool = False
-    chains: bool = False  # it has `advance`: launches may guess on
+    chains: bool = False  # it is a `ChainBackend`: launches may guess on
     # attributes of a handle that are buffers of a library's own planner and not parts of the image:
     # `lower` fills them, one set per group and bucket
     planner_buffers: tuple[str, ...] = ()
@@ -88,11 +88,14 @@ class Backend(Protocol):
         [T, heads], natural log of the denominator, sink included; a row that sees nothing has out 0
         and lse -inf."""
 
+
+class ChainBackend(Backend, Protocol):
+    """A backend that states `chains`."""
+
     def advance(self, handle: Any, views: PlanArrays, counters: Tensor | None) -> None:
-        """Device, where the backend states `chains`: a step with one plain row of every request, in
-        the image, becomes the one behind it. counters int64 [T, n], or None but for the first
-        group: its positions and starts are the others' too, and column 0 of these goes with them.
-        """
+        """Device. A step with one plain row of every request, in the image, becomes the one behind
+        it. counters int64 [T, n], or None but for the first group: its positions and starts are the
+        others' too, and column 0 of these goes with them."""
 
 
 def visible(plan: StepPlan, group: Group) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

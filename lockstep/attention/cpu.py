@@ -88,7 +88,7 @@ class Handle:
         return threads.Call(work, entries, units, threads.team(units, cost_ns), cost_ns), each
 
 
-class Backend(base.Backend):
+class Backend(base.ChainBackend):
     """Keeps constants of layers, and nothing of a step."""
 
     caps = CAPS

@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
         rule = "--only names kernel variants"
         raise RuleError(rule, repr(args.only), "See `lockstep kernels --list`")
     if args.list or args.compile is None:
-        print("\n".join(chosen))
+        outfile.write(args.json or "-", json.dumps([*chosen]) if args.json else "\n".join(chosen))
         return 0
     say = partial(print, flush=True, file=sys.stderr if args.json == "-" else sys.stdout)
     compiler = f"Triton {triton.__version__}, {args.jobs} processes"

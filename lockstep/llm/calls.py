@@ -4,6 +4,7 @@ a `Caller`, a function or a generator, and is given up with it. Whoever comes ne
 
 import gc
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 from lockstep.types import RuleError
 
 PATIENCE_S = 0.01  # between two looks at whether the one in front is still there
+WAITS = list[bool]()  # an entry while Python looks for no garbage on our account
 
 
 def executing() -> set[FrameType]:
@@ -31,14 +33,21 @@ def executing() -> set[FrameType]:
 @contextmanager
 def garbage_waits() -> Iterator[None]:
     """Python looks for none in the block: that may take longer than a step."""
-    collects = gc.isenabled()
     try:
-        if collects:  # where another thread waits too, that one lets it look again
+        if gc.isenabled():  # where another thread waits too, that one lets it look again
+            WAITS.append(True)
             gc.disable()
         yield
     finally:
-        if collects:
-            gc.enable()
+        look_again()
+
+
+def look_again() -> None:
+    """Python looks for garbage, if it is we who said no; an interrupt or a fork may have kept those
+    who did from taking it back."""
+    if WAITS:
+        gc.enable()
+        WAITS.clear()
 
 
 class Turn:
@@ -112,3 +121,4 @@ class Caller:
 
 
 GONE = Caller()  # of requests that were aborted: nobody waits
+os.register_at_fork(after_in_child=look_again)

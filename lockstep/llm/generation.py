@@ -86,13 +86,14 @@ class CompletionState:
         if finish is not None and len(self.pieces) == len(token_ids):
             self._flush()
 
-    def frozen(self) -> Completion:
+    def frozen(self, finish: str | None) -> Completion:
+        """As it is, where it had ended so before its text was made, or goes on."""
         logprobs, top_logprobs = columns(self.scores, self.params.top_logprobs)
         return Completion(
             index=self.params.sample_index,
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids),
-            finish_reason=self.finish or "abort",
+            finish_reason=finish or "abort",
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             error=self.error,
@@ -156,16 +157,17 @@ class Generation:
 
     def news(self) -> list[Chunk]:
         """What came since the last call."""
+        ends = [completion.finish for completion in self.completions]  # before their text is made
         self.publish()
         out = []
         for i, completion in enumerate(self.completions):
-            pieces, ids = self._sent[i]
+            (pieces, ids), finish = self._sent[i], ends[i]
             if pieces < 0:
                 continue  # its end was told; a sibling may go on
             text, new = "".join(completion.pieces[pieces:]), tuple(completion.token_ids[ids:])
-            if text or new or completion.finish is not None:
-                out.append(Chunk(completion.params.sample_index, text, new, completion.finish))
-                sent = len(completion.pieces) if completion.finish is None else -1
+            if text or new or finish is not None:
+                out.append(Chunk(completion.params.sample_index, text, new, finish))
+                sent = len(completion.pieces) if finish is None else -1
                 self._sent[i] = (sent, len(completion.token_ids))
         return out
 
@@ -223,12 +225,13 @@ class Generation:
         return request
 
     def output(self, fingerprint: str) -> Output:
+        ends = [completion.finish for completion in self.completions]  # before their text is made
         self.publish()
         scores: list[Score] = [(np.nan, ()), *self.prompt_scores]
         logprobs, top_logprobs = columns(scores, self.params.top_prompt_logprobs)
         return Output(
             prompt_token_ids=self.request.spec.encoder_ids or self.prompt_ids,
-            completions=tuple(completion.frozen() for completion in self.completions),
+            completions=tuple(map(CompletionState.frozen, self.completions, ends)),
             seed=self.params.seed,
             cached_tokens=self.request.hit_len or 0,
             fingerprint=fingerprint,

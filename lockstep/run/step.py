@@ -7,12 +7,12 @@ attends: always in this order, in one place. A bound step knows addresses, no re
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from lockstep.attention.base import Backend
+from lockstep.attention.base import Backend, ChainBackend
 from lockstep.kv import pool as kv
 from lockstep.ops import operation
 from lockstep.plan import image as plan_image
@@ -93,7 +93,7 @@ class Step:
 
     def advance(self, counters: Tensor | None) -> None:
         """The step becomes the one behind it, with a backend that can (`Caps.chains`)."""
-        move_on = operation(self.backend.advance)
+        move_on = operation(cast(ChainBackend, self.backend).advance)
         for handle, own in zip(self.handles, self.views, strict=True):
             move_on(handle, own, counters)
             counters = None

@@ -68,14 +68,20 @@ class Head(Model):
         bias = bool(getattr(config, "attention_bias", False))
         attn = replace(llama.attention(config), bias=bias, out_bias=bias)
         norm = RMSSpec(config.rms_norm_eps)
-        zeros = partial(torch.zeros, dtype=w.ops.dtype, device=w.ops.device)
+        zeros, n = partial(torch.zeros, dtype=w.ops.dtype, device=w.ops.device), len(fused)
+        try:
+            hidden, states = zeros(setup.rows, d), zeros(setup.rows, n * d)
+        except RuntimeError as error:
+            rule = f"there is memory for {setup.rows:,} rows of a head, {1 + n} x {d} numbers each"
+            remedy = "Lower speculative_num_steps, speculative_eagle_topk or max_running_requests"
+            raise RuleError(rule, str(error).splitlines()[0], remedy) from error
         return {
             "ops": w.ops,
             "max_position": config.max_position_embeddings,
             "setup": setup,
             "target_layers": fused,
-            "hidden": zeros(setup.rows, d),
-            "states": zeros(setup.rows, len(fused) * d),
+            "hidden": hidden,
+            "states": states,
             "embedding": Embedding(table, w.ops),
             "attn": attn.build(layer.at("self_attn"), 0, width=width * d),
             "fc": w.linear("fc", d, fc_width * d, bool(raw.get("bias", False))),
