@@ -53,7 +53,7 @@ from lockstep.sample.sampler import noise_of
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, model_draft
 from lockstep.spec.depth import REST, SEEN, Acceptance, Costs
-from lockstep.spec.draft import DraftSetup
+from lockstep.spec.draft import NO_DRAFT, DraftSetup
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
 
@@ -506,6 +506,27 @@ def test_completions_behind_a_prompt_in_chunks_have_a_heads_guesses():
     engine.add(words(30, 3), replace(PLAIN, n=3, temperature=1.0, seed=3))
     run(engine)
     assert asked.keys() == {0, 1, 2} and all(map(all, asked.values())), asked
+
+
+def test_while_all_rest_nobody_is_asked_and_few_steps_are_timed():
+    engine = made(LLAMA, **NGRAM)
+    speculation, asked, timed = engine.speculation, [], []
+    engine.add((4, 5) * 9, replace(PLAIN, max_tokens=60))
+    engine.add((6, 5) * 9, replace(PLAIN, max_tokens=60))
+    while len(engine.scheduler.running) < 2 or not all(r.decodes for r in engine.scheduler.running):
+        engine.step()
+    speculation.adaptive, settled = True, engine.scheduler.settled
+    for request, rest in zip(engine.scheduler.running, (24, 30), strict=True):
+        speculation._acceptance_of(request).rests_until = settled + rest
+    speculation.costs[1], speculation.costs[2].step = costs(1.0, 4.0), lambda *each: timed.append(1)
+    speculation.draft.propose = lambda asks: asked.append(len(asks)) or [NO_DRAFT] * len(asks)
+    for _ in range(17):
+        engine.step()
+    assert speculation._acceptance.rests_until == settled + 24, "until the first tries"
+    assert not asked and 2 <= len(timed) <= 4, timed
+    for _ in range(8):
+        engine.step()
+    assert asked, "who has rested is asked again"
 
 
 def test_who_is_never_right_rests_longer_and_longer_and_tries_again():

@@ -409,7 +409,7 @@ GROWING = [(0, 9), (3, 2), (5, 2)]
 def test_a_number_frozen_when_bound_is_right_in_its_step_and_stale_in_the_next(
     frozen, arrivals, monkeypatch
 ):
-    monkeypatch.setattr(runner_module, "STEADY", 1)
+    monkeypatch.setattr(runner_module, "STEADY", {})
     want = answers(engine(tiny.LLAMA), arrivals)
     assert answers(engine(tiny.LLAMA, bound_anew(frozen()), **PADDED), arrivals) == want
     assert answers(engine(tiny.LLAMA, frozen(), **PADDED), arrivals) != want, "by default"

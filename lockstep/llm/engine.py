@@ -19,7 +19,6 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lockstep import __version__, order
@@ -392,9 +391,10 @@ class Engine:
         if step.kind.name == ENCODE:
             return Launched(step, rows)
         logits = step.kind.model.logits(out.emitted) if out.logits is None else out.logits
-        hidden = None
-        if out.layers and any(request.spec.draft for request in step.batch.requests):
-            hidden = torch.cat(out.layers, -1)
+        hidden = out.states
+        if hidden is not None:  # a launch that is replayed writes there again
+            hidden = hidden[: len(step.ids)]
+            hidden = hidden.copy() if isinstance(hidden, np.ndarray) else hidden.clone()
         launched = Launched(step, rows, scored=scored(ops, step, rows, logits), hidden=hidden)
         if not rows.completions:
             return launched

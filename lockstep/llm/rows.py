@@ -119,7 +119,7 @@ class Launched:
     chosen: Sampled | None = None  # an entry for every sampled row
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
-    hidden: Tensor | None = None  # of all rows, behind the layers that a draft reads
+    hidden: Tensor | NDArray[np.float32] | None = None  # of all rows: `StepOutput.states`
     guesses: Tensor | None = None  # that the step verifies, where the host has not seen them
     ready: torch.Event | None = None  # when all of it lies on the host
 

@@ -20,7 +20,7 @@ from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import Room, setting, where
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
-from lockstep.ops import Ops, sent, unmarked
+from lockstep.ops import Ops, joined, sent, unmarked
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build, paths
 from lockstep.plan.check import check
@@ -42,10 +42,10 @@ SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
 Guess = tuple[Tensor, Tensor]  # [S] each: tokens and their log-probabilities
 # of a CPU: rows of each request in steps that are recorded: those that decode, draft and verify;
-# how often a launch has come before it is, which takes three times as long, and launches that are
-# counted; tapes that are kept, and bytes that they hold, about
+# how often a launch has come before it is, which takes three times as long, of drafts only once,
+# and launches that are counted; tapes that are kept, and bytes that they hold, about
 NARROW = 16
-STEADY, SEEN = 3, 1024
+STEADY, SEEN = {GENERATE: 3}, 1024
 TAPES, TAPE_BYTES = 64, 1 << 28
 # how a launch was carried out: as always, as it will not be when it comes again, or by its tape
 PLAIN, COLD, REPLAYED = range(3)
@@ -56,7 +56,7 @@ class StepOutput(NamedTuple):
 
     rows: Tensor  # [T, d] hidden states
     emitted: Tensor  # [S, d] of the rows that the plan emits
-    layers: tuple[Tensor, ...] = ()  # [T, d] behind each of the kind's `hidden_layers`
+    states: Any = None  # [T, n * d] behind its n `hidden_layers`; by numpy: float32 on a CPU
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
     sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
     behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
@@ -67,7 +67,6 @@ class StepOutput(NamedTuple):
         if (self.rows.shape[0], self.emitted.shape[0]) == (real.tokens, real.emits):
             return self
         out = self._replace(rows=self.rows[: real.tokens], emitted=self.emitted[: real.emits])
-        out = out._replace(layers=tuple([each[: real.tokens] for each in self.layers]))
         if self.logits is not None:
             out = out._replace(logits=self.logits[: real.emits])
         return out if self.behind is None else out._replace(behind=self.behind[: real.emits])
@@ -270,9 +269,13 @@ class Runner:
         wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
         out = kind.forward(rows.ids, rows.positions, rows.step, *wanted)
         hidden, *layers = out if wanted else (out,)
-        output = StepOutput(hidden, emitted(self.ops, hidden, rows.arrays), tuple(layers))
+        output = StepOutput(hidden, emitted(self.ops, hidden, rows.arrays))
         if layers and kind.name in DRAFTS:
-            output = output._replace(layers=(), behind=emitted(self.ops, layers[0], rows.arrays))
+            output = output._replace(behind=emitted(self.ops, layers[0], rows.arrays))
+        elif layers:
+            states = joined(layers, -1)
+            by_numpy = states.device.type == "cpu" and states.dtype is torch.float32
+            output = output._replace(states=states.numpy() if by_numpy else states)
         if rows.how is None:
             return output
         logits = kind.model.logits(output.emitted)
@@ -398,7 +401,7 @@ class Runner:
             if signature.chain is not None:
                 self.replays[signature.chain.kind.name] += signature.chain.guesses - 1
             return cast(StepOutput, tape.output)
-        if not always and self._seen[signature] < STEADY:
+        if not always and self._seen[signature] < STEADY.get(signature.called, 1):
             self._seen[signature] += 1
             if len(self._seen) > SEEN:
                 self._seen.clear()

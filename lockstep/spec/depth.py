@@ -51,14 +51,8 @@ class Acceptance:
 
     def other(self) -> Self:
         """Of a request that has seen nothing yet: like these, and quick to be otherwise."""
-        few = PRIOR / self.drafts
-        return replace(
-            self,
-            drafts=PRIOR,
-            guesses=self.guesses * few,
-            tried=self.tried * few,
-            right=self.right * few,
-        )
+        few, counts = PRIOR / self.drafts, ("drafts", "guesses", "tried", "right")
+        return replace(self, **{name: few * getattr(self, name) for name in counts})
 
     def resting(self, settled: int) -> bool:
         """When so many steps are settled; they are counted anew behind an interruption."""

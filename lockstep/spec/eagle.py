@@ -22,6 +22,7 @@ from lockstep.nn.attention import Attention, AttentionContext, Dense
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.nn.layers import Embedding, Linear, RMSNorm, RMSSpec, WeightSource
 from lockstep.nn.mlp import Mlp
+from lockstep.ops import joined
 from lockstep.run.kind import DRAFT, EXTEND
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.types import RuleError, shown
@@ -166,7 +167,7 @@ class Eagle(Head):
         return self.target.norm(states)
 
     def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        both = self.fc(torch.cat((self.embedding(ids), hidden), -1))
+        both = self.fc(joined((self.embedding(ids), hidden), -1))
         return both, both
 
     def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

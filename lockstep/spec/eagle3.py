@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.nn.layers import RMSNorm, RMSSpec, WeightSource
+from lockstep.ops import joined
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.spec.eagle import Head, Raw, decoder, load_head
 from lockstep.types import RuleError, shown
@@ -52,7 +53,7 @@ class Eagle3(Head):
 
     def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         both = self.input_norm(self.embedding(ids)), self.hidden_norm(hidden)
-        return torch.cat(both, -1), hidden
+        return joined(both, -1), hidden
 
     def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm.add(hidden, residual)

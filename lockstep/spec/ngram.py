@@ -45,8 +45,6 @@ class NgramDraft(Draft):
         end = self._indexes.setdefault(ask.request, Index()).find(tokens)
         if end is None:
             return NO_DRAFT
-        period = (
-            len(tokens) - end
-        )  # a run that reaches into the end of the text goes on as it began
+        period = len(tokens) - end  # what reaches into the end of the text goes on as it began
         ids = [tokens[end + i % period] for i in range(ask.steps)]
         return DraftTree(tuple(ids), tuple(range(ask.steps)))

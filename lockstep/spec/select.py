@@ -16,7 +16,7 @@ from lockstep.run.runner import Chain, Runner
 from lockstep.spec.draft import Draft, DraftModel, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.spec.ngram import NgramDraft
-from lockstep.spec.speculation import Speculation, TreeShape
+from lockstep.spec.speculation import Say, Speculation, TreeShape
 from lockstep.types import RuleError
 
 STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # where none are asked for
@@ -98,11 +98,7 @@ def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -
 
 
 def speculation(
-    config: EngineConfig,
-    model: DraftModel | None,
-    runner: Runner,
-    info: Info,
-    say: Callable[[str], None],
+    config: EngineConfig, model: DraftModel | None, runner: Runner, info: Info, say: Say
 ) -> Speculation | None:
     """What the engine asks between steps; None if nothing is guessed."""
     if config.speculative_algorithm is None:

@@ -10,11 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
+from lockstep.ops import joined
 from lockstep.plan.build import paths
 from lockstep.run.runner import PLAIN, Runner
 from lockstep.sample.params import SamplingParams
@@ -23,8 +24,10 @@ from lockstep.sched.scheduler import Scheduler
 from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 
+Say = Callable[[str], None]
 ANY_ID = 0  # of a guess that nobody made
 TOLD = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
+NOTED = 8  # while all rest, one step of so many is timed
 
 
 @dataclass(frozen=True)
@@ -66,29 +69,27 @@ class Speculation:
     adaptive = True
 
     def __init__(
-        self,
-        draft: Draft,
-        shape: TreeShape,
-        runner: Runner,
-        context_length: int,
-        say: Callable[[str], None],
+        self, draft: Draft, shape: TreeShape, runner: Runner, context_length: int, say: Say
     ) -> None:
         self.draft, self.shape = draft, shape
         self.costs: defaultdict[int, Costs] = defaultdict(Costs)  # by requests that decode, about
         self.runner, self.context_length = runner, context_length
         self._acceptance = Acceptance()  # of all requests
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
-        self._say: Callable[[str], None] | None = say
-        self._begun = 0.0  # when the step was begun that is launched next
+        self._say: Say | None = say
+        self._begun = 0.0  # when the step was begun that is launched next; 0: it is not timed
         # the same of those under way, by their numbers, and how they were launched
         self._begins: dict[int, tuple[float, int]] = {}
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
         # steps in which the same requests decoded plainly, of which the draft does not know yet
-        self._untold: list[tuple[ScheduledStep, Tensor | None]] = []
+        self._untold: list[tuple[ScheduledStep, Any]] = []
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
+        self._begun, number = 0.0, scheduler.settled
+        if number % NOTED and self._acceptance.resting(number):
+            return
         begun = self._begun = time.perf_counter()
         wanted = self._wanted(scheduler)
         if not wanted:
@@ -117,9 +118,9 @@ class Speculation:
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
-        deepest = max(ask.steps for ask in asks)
         self._begun = time.perf_counter()
         if not (self._trying and costs.draft.replayed):  # who has rested catches up
+            deepest = max(ask.steps for ask in asks)
             costs.draft.add(deepest, self._begun - begun, self.runner.warmth)
 
     def hold(self, step: ScheduledStep) -> bool:
@@ -133,35 +134,31 @@ class Speculation:
         for rows in step.batch.rows:
             request = rows.request
             asked = request.spec.speculative and rows.sampled > 0
-            if asked and (even or not self._rests(request, step.number)):
+            if asked and (even or not self._acceptance_of(request).resting(step.number)):
                 request.held_until = max(request.held_until, step.number)
             else:
                 alone = False
         return alone
 
-    def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Tensor | None) -> None:
+    def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Any) -> None:
         """A step has been launched. Who only tries is not expected to go on; the others have room
         for the next chains, whatever is accepted, before anybody waits for these."""
-        self._begins[step.number] = self._begun, self.runner.warmth
-        batch = step.batch
-        if self._trying or not all(rows.chain for rows in batch.rows):
+        self._begins[step.number], batch = (self._begun, self.runner.warmth), step.batch
+        if not self._begun or self._trying or not all(rows.chain for rows in batch.rows):
             return
-        self.draft.launched(batch.requests, batch.shape.width, hidden)
+        states = None if hidden is None else torch.as_tensor(hidden)
+        self.draft.launched(batch.requests, batch.shape.width, states)
         if self.runner.even:
             for request in batch.requests:
                 scheduler.make_room(request, batch.shape.width + 2 * self.shape.steps + 1, 0)
 
-    def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
+    def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Any) -> None:
         """A step of the target has settled."""
         batch, plain = step.batch, step.members == len(step.batch.rows)
-        begun, warmth = self._begins.pop(step.number, (self._begun, PLAIN))
-        now, decodes = time.perf_counter(), plain
-        if not plain:
-            decodes = all(rows.new_len == 1 or rows.parents for rows in batch.rows)
-        if decodes:
+        now, (begun, warmth) = time.perf_counter(), self._begins.pop(step.number, (0.0, PLAIN))
+        if begun and (plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows)):
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
-            costs = self.costs[rounded(len(batch.rows))]
-            costs.step(depth, seconds, warmth)
+            self.costs[rounded(len(batch.rows))].step(depth, seconds, warmth)
         self._ended = now
         if self._untold and step.number <= self._untold[-1][0].number:
             self._untold = []  # they are counted anew behind an interruption: nobody is left
@@ -169,8 +166,7 @@ class Speculation:
             self._tell()
         if plain:
             self._untold.append((step, hidden))
-            told = len(self._untold)
-            if told >= self.draft.lag or told * len(batch.rows) >= TOLD:
+            if len(self._untold) >= min(self.draft.lag, TOLD // len(batch.rows)):
                 self._tell()
             return
         entries, drafts, even = list[SettledRows](), list[tuple[int, ...]](), self.runner.even
@@ -191,7 +187,8 @@ class Speculation:
                 entries.append(SettledRows(request, cached_len, tuple(kept)))
         if drafts:
             self._acceptance.verified(*map(sum, zip(*drafts, strict=True)))
-        self.draft.observe(SettledStep(tuple(entries), hidden))
+        states = None if hidden is None else torch.as_tensor(hidden)
+        self.draft.observe(SettledStep(tuple(entries), states))
 
     def _tell(self) -> None:
         """The draft is told of steps in which the same requests decoded plainly, all at once."""
@@ -199,13 +196,13 @@ class Speculation:
         if not steps:
             return
         every, begins = steps[0][0].batch.rows, steps[0][0].cached_lens.tolist()
-        width, states = len(every), [hidden for _, hidden in steps if hidden is not None]
+        width, states = len(every), [torch.as_tensor(h) for _, h in steps if h is not None]
         entries = [
             SettledRows(rows.request, begin, tuple(range(i, len(steps) * width, width)))
             for i, (rows, begin) in enumerate(zip(every, begins, strict=True))
             if drafting(rows)
         ]
-        self.draft.observe(SettledStep(tuple(entries), torch.cat(states) if states else None))
+        self.draft.observe(SettledStep(tuple(entries), joined(states, 0) if states else None))
 
     # -- how deep
 
@@ -213,10 +210,10 @@ class Speculation:
         """How deep a draft every request is to have, of those that may have one."""
         shape, settled, even = self.shape, scheduler.settled, self.runner.even
         self._trying, most = False, dict[Request, int]()
-        if self.adaptive and even and self._acceptance.resting(settled):
+        if self._acceptance.resting(settled):
             return {}
         for request in scheduler.running:
-            if not request.spec.speculative or (not even and self._rests(request, settled)):
+            if not request.spec.speculative or self._acceptance_of(request).resting(settled):
                 continue  # nothing else is asked: what moves is in columns
             if request.launched_in > settled or not request.decodes:
                 continue
@@ -225,8 +222,12 @@ class Speculation:
                 deepest = self.context_length - len(request.tokens)
             if deepest > 0:
                 most[request] = deepest
-        if not self.adaptive or not most:
+        if not self.adaptive:
             return {request: min(n, shape.steps) for request, n in most.items()}
+        if not most:  # they rest until the first of them tries again
+            own = [self._acceptance_of(r) for r in scheduler.running if r.spec.speculative]
+            self._acceptance.rests_until = min([each.rests_until for each in own], default=0)
+            return {}
         together = dict[Acceptance, list[Request]]()  # who guesses, or does not, with whom
         for request in most:
             together.setdefault(self._acceptance_of(request), []).append(request)
@@ -255,7 +256,6 @@ class Speculation:
             return self.shape.steps if self.draft.knows_chances or self.runner.even else 1
         acceptance.rests(settled)
         self._acceptance.rest = acceptance.rest
-        self._acceptance.rests_until = acceptance.rests_until
         if self._say is not None:  # once
             self._say(
                 f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
@@ -263,10 +263,6 @@ class Speculation:
             )
             self._say = None
         return 0
-
-    def _rests(self, request: Request, settled: int) -> bool:
-        """Whether it is not asked for when so many steps are settled, by its own acceptance."""
-        return self.adaptive and self._acceptance_of(request).resting(settled)
 
     def _acceptance_of(self, request: Request) -> Acceptance:
         """One of all, where all guess in the same launch. A new request begins with what is known
