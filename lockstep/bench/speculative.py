@@ -36,7 +36,6 @@ HELD_OUT = table("held_out.json", "lockstep.bench")
 BEGIN_ID = 0  # of the built-in model: what it does not write in the middle of a file
 BLOCK = 40  # lines that a repeating prompt has twice, and begins again
 QUICK = (2, 16)  # prompts, and new tokens of each
-WATCHED = 8  # prompts once more, for the shares of the phases
 NEW, FIRST = 256, 64  # tokens, and how many of them do not count where a draft always errs
 
 
@@ -158,7 +157,7 @@ def measure(case: Case, parts: Parts, bench: Bench) -> Result:
         raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
     judged = bench.result(timing, "ms per token", {"plain": case.least})
     phases = watch(guessing)  # only now: a watch that one of two carries is time against it
-    for prompt in prompts[:WATCHED]:
+    for prompt in prompts[: count // 4]:
         play(guessing, prompt, wish, skip)
     whole = sum(phases.seconds.values())
     more = {

@@ -62,8 +62,7 @@ def bits(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
 
 
 def two_engines(llms: Sequence[LLM], count: int, bench: Bench) -> Result:
-    """One alone, then two at once, each with all the requests: tokens per second. A twin computes
-    with the same weights, a copy with its own, for which the caches have less room."""
+    """Tokens per second of one, of it and a twin on the same weights, and beside a copy of them."""
     one, copy = llms
     twin = LLM.of(Engine(one.engine.config, one.engine.parts))
     want, *_ = [answers(each, count) for each in (one, twin, copy)]
