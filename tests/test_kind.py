@@ -53,10 +53,11 @@ def test_hidden_states_of_layers_come_back_beside_the_logits():
     layers = (0, 1)
     (plain,) = run([kinds_of(model, info)[GENERATE]])
     (out,) = run([kinds_of(model, info, hidden_layers=layers)[GENERATE]])
-    assert torch.equal(out.rows, plain.rows) and plain.layers == ()
-    assert len(out.layers) == 2 and torch.equal(out.emitted, out.rows[-1:])
+    assert torch.equal(out.rows, plain.rows) and plain.states is None
+    assert torch.equal(out.emitted, out.rows[-1:])
+    streams = torch.as_tensor(out.states).chunk(2, -1)
     norm = model.norm
-    for layer, stream in zip(layers, out.layers, strict=True):
+    for layer, stream in zip(layers, streams, strict=True):
         short = replace(
             model,
             spec=replace(model.spec, blocks=model.spec.blocks[: layer + 1]),

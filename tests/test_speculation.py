@@ -44,7 +44,7 @@ from lockstep.plan.build import RequestWork, build, cut
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
 from lockstep.run import runner as runner_module
-from lockstep.run.kind import DRAFT, GENERATE
+from lockstep.run.kind import DRAFT, DRAFTS, GENERATE, VERIFY
 from lockstep.run.runner import BoundRows, Runner, StepOutput
 from lockstep.run.tape import Tape
 from lockstep.sample.formulas import counter
@@ -410,7 +410,7 @@ def test_a_chain_that_cannot_be_recorded_runs_once(how, monkeypatch):
         return computed(self, rows)
 
     monkeypatch.setattr(Runner, "_computed", asking)
-    monkeypatch.setattr(runner_module, "STEADY", 0)
+    monkeypatch.setattr(runner_module, "STEADY", dict.fromkeys((*DRAFTS, GENERATE, VERIFY), 0))
     found = []
     for graphs in (False, None):
         engine, trees = made(LLAMA, graphs=graphs, **how), []

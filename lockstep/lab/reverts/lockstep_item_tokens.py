@@ -31,8 +31,8 @@ RELATED = ("lockstep-item-bos",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def completion(self: Any) -> Any:
-        done = old(self)
+    def completion(self: Any, finish: str | None) -> Any:
+        done = old(self, finish)
         return (
             replace(done, token_ids=())
             if self.params is ITEM or replace(self.params, sample_index=0) == ITEM
