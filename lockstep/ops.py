@@ -225,12 +225,23 @@ class Ops(Protocol):
         of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of the CPU's."""
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """One behind the other. On a CPU by numpy, unless somebody records: torch's threads would look
-    for more work for milliseconds, on processors that our helpers need."""
-    if active_modes() or parts[0].device.type != "cpu" or parts[0].dtype is not torch.float32:
-        return torch.cat(tuple(parts), dim)
-    return torch.from_numpy(np.concatenate([each.numpy() for each in parts], dim))
+def joined(parts: Sequence[Any], dim: int) -> Tensor:
+    """One behind the other, tensors or numpy's. On a CPU by numpy, unless somebody records: torch's
+    threads would look for more work for milliseconds, on processors that our helpers need."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if active_modes() or first.device.type != "cpu" or first.dtype is not torch.float32:
+            return torch.cat(tuple(parts), dim)
+        parts = [each.numpy() for each in parts]
+    return torch.from_numpy(np.concatenate(parts, dim))
+
+
+def copied(source: Tensor, target: Tensor) -> None:
+    """From one to the other, for the same reason by numpy."""
+    if target.device.type != "cpu" or target.dtype is not torch.float32:
+        target.copy_(source)
+    else:
+        target.numpy()[:] = source.numpy()
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

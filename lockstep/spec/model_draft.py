@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.kv.tables import PageTable
 from lockstep.models.loader import Info
-from lockstep.ops import sent
+from lockstep.ops import copied, joined, sent
 from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, cut
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
@@ -227,7 +227,7 @@ class ModelDraft:
         if len(steps) == 1 and list(rows) == list(range(first, end)):
             return steps[0][first:end]
         begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
-        every = torch.cat(steps) if len(steps) > 1 else steps[0]
+        every = joined(steps, 0) if len(steps) > 1 else steps[0]
         at = [begins[id(each)] + row for each, row in zip(states, rows, strict=True)]
         index = torch.tensor(at, dtype=torch.int32)
         return self.runner.ops.take_rows(every, sent(index, every.device))
@@ -270,7 +270,7 @@ class ModelDraft:
                 rows += [state.rows[p - state.begin] for p in positions]
             table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:
-            self.model.states[: len(rows)] = self._gathered(states, rows)
+            copied(self._gathered(states, rows), self.model.states[: len(rows)])
         shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
             shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))

@@ -21,7 +21,7 @@ from lockstep.run.runner import PLAIN, Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
-from lockstep.spec.depth import HOPELESS_REST, REST, Acceptance, Costs, rounded
+from lockstep.spec.depth import LONGER_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 
 Say = Callable[[str], None]
@@ -196,7 +196,7 @@ class Speculation:
         if not steps:
             return
         every, begins = steps[0][0].batch.rows, steps[0][0].cached_lens.tolist()
-        width, states = len(every), [torch.as_tensor(h) for _, h in steps if h is not None]
+        width, states = len(every), [hidden for _, hidden in steps if hidden is not None]
         entries = [
             SettledRows(rows.request, begin, tuple(range(i, len(steps) * width, width)))
             for i, (rows, begin) in enumerate(zip(every, begins, strict=True))
@@ -259,7 +259,7 @@ class Speculation:
         if self._say is not None:  # once
             self._say(
                 f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
-                f"their rows; decoding plainly, with a try every {REST} to {HOPELESS_REST} steps"
+                f"their rows; decoding plainly, with a try every {REST} to {LONGER_REST} steps"
             )
             self._say = None
         return 0
