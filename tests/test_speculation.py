@@ -538,6 +538,21 @@ def test_while_all_rest_nobody_is_asked_and_few_steps_are_timed():
     for _ in range(8):
         engine.step()
     assert asked, "who has rested is asked again"
+    speculation._acceptance.rests_until = engine.scheduler.settled + 200
+    speculation.adaptive = False
+    asked.clear()
+    engine.step()
+    assert asked, "whose depth is fixed does not rest"
+
+
+def test_a_try_that_is_due_waits_for_somebody_who_speculates():
+    engine = made(LLAMA, **NGRAM)
+    speculation = engine.speculation
+    speculation.adaptive, speculation._acceptance.rests_until = True, 1
+    engine.add((4, 5) * 9, replace(PLAIN, max_tokens=30, speculative=False))
+    while engine.busy:
+        engine.step()
+    assert speculation._acceptance.rests_until == 1
 
 
 def test_who_is_never_right_rests_longer_and_longer_and_tries_again():

@@ -6,7 +6,9 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -377,6 +379,28 @@ def test_garbage_is_looked_for_again_after_an_interrupt_and_a_fork():
         assert gc.isenabled() and not WAITS
     finally:
         gc.enable()
+
+
+def test_garbage_is_looked_for_again_after_many_turns_of_two_threads():
+    def turns() -> None:
+        end = time.monotonic() + 0.7
+        while time.monotonic() < end:
+            with garbage_waits():
+                pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        pair = [threading.Thread(target=turns) for _ in range(2)]
+        for thread in pair:
+            thread.start()
+        for thread in pair:
+            thread.join()
+        assert gc.isenabled()
+    finally:
+        sys.setswitchinterval(interval)
+        gc.enable()
+        WAITS.clear()
 
 
 def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):

@@ -42,8 +42,8 @@ SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
 Guess = tuple[Tensor, Tensor]  # [S] each: tokens and their log-probabilities
 # of a CPU: rows of each request in steps that are recorded: those that decode, draft and verify;
-# how often a launch has come before it is, which takes three times as long, of drafts only once,
-# and launches that are counted; tapes that are kept, and bytes that they hold, about
+# how often a launch has come before it is, which takes three times as long, of drafts and verifies
+# once, and launches that are counted; tapes that are kept, and bytes that they hold, about
 NARROW = 16
 STEADY, SEEN = {GENERATE: 3}, 1024
 TAPES, TAPE_BYTES = 64, 1 << 28

@@ -88,7 +88,7 @@ class Speculation:
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
         self._begun, number = 0.0, scheduler.settled
-        if number % NOTED and self._acceptance.resting(number):
+        if number % NOTED and self._rests(self._acceptance, number):
             return
         begun = self._begun = time.perf_counter()
         wanted = self._wanted(scheduler)
@@ -134,7 +134,7 @@ class Speculation:
         for rows in step.batch.rows:
             request = rows.request
             asked = request.spec.speculative and rows.sampled > 0
-            if asked and (even or not self._acceptance_of(request).resting(step.number)):
+            if asked and (even or not self._rests(self._acceptance_of(request), step.number)):
                 request.held_until = max(request.held_until, step.number)
             else:
                 alone = False
@@ -210,10 +210,12 @@ class Speculation:
         """How deep a draft every request is to have, of those that may have one."""
         shape, settled, even = self.shape, scheduler.settled, self.runner.even
         self._trying, most = False, dict[Request, int]()
-        if self._acceptance.resting(settled):
+        if self._rests(self._acceptance, settled):
             return {}
         for request in scheduler.running:
-            if not request.spec.speculative or self._acceptance_of(request).resting(settled):
+            if not request.spec.speculative:
+                continue
+            if self._rests(self._acceptance_of(request), settled):
                 continue  # nothing else is asked: what moves is in columns
             if request.launched_in > settled or not request.decodes:
                 continue
@@ -226,7 +228,8 @@ class Speculation:
             return {request: min(n, shape.steps) for request, n in most.items()}
         if not most:  # they rest until the first of them tries again
             own = [self._acceptance_of(r) for r in scheduler.running if r.spec.speculative]
-            self._acceptance.rests_until = min([each.rests_until for each in own], default=0)
+            if own:
+                self._acceptance.rests_until = min(each.rests_until for each in own)
             return {}
         together = dict[Acceptance, list[Request]]()  # who guesses, or does not, with whom
         for request in most:
@@ -263,6 +266,9 @@ class Speculation:
             )
             self._say = None
         return 0
+
+    def _rests(self, acceptance: Acceptance, settled: int) -> bool:
+        return self.adaptive and acceptance.resting(settled)
 
     def _acceptance_of(self, request: Request) -> Acceptance:
         """One of all, where all guess in the same launch. A new request begins with what is known
