@@ -225,23 +225,27 @@ class Ops(Protocol):
         of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of the CPU's."""
 
 
+def by_numpy(some: Tensor) -> bool:
+    """Whether numpy is to copy it. On a CPU torch's threads would look for more work for
+    milliseconds afterwards, on processors that our helpers need."""
+    return some.device.type == "cpu" and some.dtype is torch.float32
+
+
 def joined(parts: Sequence[Any], dim: int) -> Tensor:
-    """One behind the other, tensors or numpy's. On a CPU by numpy, unless somebody records: torch's
-    threads would look for more work for milliseconds, on processors that our helpers need."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        if active_modes() or first.device.type != "cpu" or first.dtype is not torch.float32:
+    """One behind the other, tensors or numpy's; by torch while somebody records."""
+    if isinstance(parts[0], Tensor):
+        if active_modes() or not by_numpy(parts[0]):
             return torch.cat(tuple(parts), dim)
         parts = [each.numpy() for each in parts]
     return torch.from_numpy(np.concatenate(parts, dim))
 
 
 def copied(source: Tensor, target: Tensor) -> None:
-    """From one to the other, for the same reason by numpy."""
-    if target.device.type != "cpu" or target.dtype is not torch.float32:
-        target.copy_(source)
-    else:
+    """From one to the other."""
+    if by_numpy(target):
         target.numpy()[:] = source.numpy()
+    else:
+        target.copy_(source)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

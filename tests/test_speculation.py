@@ -52,7 +52,7 @@ from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import noise_of
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, model_draft
-from lockstep.spec.depth import LONGER_REST, LONGEST_REST, REST, SEEN, Acceptance, Costs
+from lockstep.spec.depth import LONG_REST, LONGEST_REST, REST, SEEN, Acceptance, Costs
 from lockstep.spec.draft import NO_DRAFT, DraftSetup
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
@@ -474,7 +474,7 @@ def test_who_is_more_often_wrong_than_right_rests_for_longest():
         for each in (some, none):
             each.rests(settled=0)
             assert each.resting(0) and not each.resting(each.rests_until)
-    assert (some.rest, none.rest) == (LONGEST_REST, LONGER_REST)
+    assert (some.rest, none.rest) == (LONG_REST, LONGEST_REST)
 
 
 def test_who_pays_again_rests_as_shortly_as_at_first():

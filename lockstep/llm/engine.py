@@ -326,9 +326,7 @@ class Engine:
             self._changing = True
             with garbage_waits():  # the device has nothing to do until the next step is launched
                 touched = self._settle(0) if self._held else []
-                if self.speculation is not None:
-                    self.speculation.propose(self.scheduler, self._params_of)
-                step = self.scheduler.schedule()
+                step = self._schedule()
                 if step is not None:
                     self.scheduler.advance(step)
                     self._launched.append(self._launch(step))
@@ -352,6 +350,12 @@ class Engine:
             self.scheduler.check()
 
     # -- one step
+
+    def _schedule(self) -> ScheduledStep | None:
+        """The next step, and drafts for it."""
+        if self.speculation is not None:
+            self.speculation.propose(self.scheduler, self._params_of)
+        return self.scheduler.schedule()
 
     def _launch(self, step: ScheduledStep) -> Launched:
         """A step, and what is sampled of it, on its way. The launch samples too, where it samples

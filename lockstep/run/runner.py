@@ -20,7 +20,7 @@ from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import Room, setting, where
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
-from lockstep.ops import Ops, joined, sent, unmarked
+from lockstep.ops import Ops, by_numpy, joined, sent, unmarked
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build, paths
 from lockstep.plan.check import check
@@ -274,8 +274,7 @@ class Runner:
             output = output._replace(behind=emitted(self.ops, layers[0], rows.arrays))
         elif layers:
             states = joined(layers, -1)
-            by_numpy = states.device.type == "cpu" and states.dtype is torch.float32
-            output = output._replace(states=states.numpy() if by_numpy else states)
+            output = output._replace(states=states.numpy() if by_numpy(states) else states)
         if rows.how is None:
             return output
         logits = kind.model.logits(output.emitted)

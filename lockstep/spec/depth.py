@@ -18,7 +18,7 @@ RANGES, LONG_FORGET = 10, 0.98  # of chances, and how long a guess counts there
 PRIOR = 2.0  # drafts of others that a request's own begin with
 FIRST_CHANCE = 0.4  # from which on a chain goes on, of an engine that has seen nothing
 REST = 16  # steps until a resting request tries again; twice as many each time it fails
-LONGEST_REST, LONGER_REST = 256, 1024  # the second where fewer guesses are right than wrong
+LONG_REST, LONGEST_REST = 256, 1024  # the second where fewer guesses are right than wrong
 SMOOTH, SHORTER = 0.05, 0.25  # weight of a new time, and of a shorter one: others only add to it
 SEEN = 3  # times that make one known: at first the shortest counts, the others found all cold
 OUTLIER = 1.5  # times above so many means count as that: one that waited for a prompt is no rule
@@ -56,12 +56,12 @@ class Acceptance:
 
     def resting(self, settled: int) -> bool:
         """When so many steps are settled; they are counted anew behind an interruption."""
-        return 0 < self.rests_until - settled <= LONGER_REST
+        return 0 < self.rests_until - settled <= LONGEST_REST
 
     def rests(self, settled: int) -> None:
         """Nothing pays: it tries again when so many steps more are settled."""
         self.rests_until = settled + self.rest
-        self.rest = min(2 * self.rest, LONGEST_REST if self.rate > 0.5 else LONGER_REST)
+        self.rest = min(2 * self.rest, LONG_REST if self.rate > 0.5 else LONGEST_REST)
 
 
 class Chances:

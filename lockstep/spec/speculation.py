@@ -21,7 +21,7 @@ from lockstep.run.runner import PLAIN, Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
-from lockstep.spec.depth import LONGER_REST, REST, Acceptance, Costs, rounded
+from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 
 Say = Callable[[str], None]
@@ -262,7 +262,7 @@ class Speculation:
         if self._say is not None:  # once
             self._say(
                 f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
-                f"their rows; decoding plainly, with a try every {REST} to {LONGER_REST} steps"
+                f"their rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
             )
             self._say = None
         return 0
