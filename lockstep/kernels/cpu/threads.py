@@ -347,12 +347,7 @@ class Call:
         if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
             compiled().call(*numbers)
         else:
-            leaves = OWN.ticket in FLOOR
-            if leaves:
-                leave_floor()
             compiled().released(*numbers)
-            if leaves:
-                take_floor()
             OWN.turn_ns = perf_counter_ns()
         return record
 
