@@ -8,6 +8,7 @@ and in a batch, whole and in chunks, page sizes.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from model_harness import Engine, Request, randomise
 from torch import Tensor
 
 from lockstep.config import EngineConfig
+from lockstep.llm.api import LLM
 from lockstep.models.loader import load, model_types
 from lockstep.run.kind import EMBED
+from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -561,6 +564,18 @@ def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_f
             1, torch.tensor(prompt[1:])[:, None]
         )[:, 0]
         assert (torch.from_numpy(llm.score(prompt)[1:]) - scores).abs().max() <= 1e-4
+
+
+def test_a_bart_whose_config_denies_its_encoder_begins_with_it_all_the_same(tmp_path):
+    """It was taken for a decoder, and failed in its first step."""
+    make(*CASES["bart"], tmp_path)
+    answers, config = [], json.loads((tmp_path / "config.json").read_text())
+    for said in (True, False):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": said}))
+        llm = LLM(model=str(tmp_path), device="cpu")
+        (out,) = llm.generate([tokens(23)], SamplingParams(max_tokens=9, temperature=0.0))
+        answers.append(out.token_ids)
+    assert answers[0] == answers[1] and len(answers[0]) == 9
 
 
 def test_a_masked_language_model_gives_its_encoder(tmp_path):

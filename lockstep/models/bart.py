@@ -26,6 +26,7 @@ class Bart(Model):
     """`encode` once per request, in a step of `encoder_groups`; then steps of `groups`, with the
     self attentions and then the cross attentions. Sources and answers have the same positions."""
 
+    encodes = True
     words: Embedding
     encoder: PostStack
     decoder: PostStack

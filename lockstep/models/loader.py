@@ -343,8 +343,7 @@ def describe(folder: Path, config: Any, model: Model, device: Choice, weights: s
     """The facts of a config, the generation_config's end tokens first."""
     file = "generation_config.json"
     extra = read_json(folder, file) if has(folder, file) else {}
-    encoder = bool(config.is_encoder_decoder)
-    start = special_ids("decoder_start_token_id", extra, config) if encoder else ()
+    start = special_ids("decoder_start_token_id", extra, config) if model.encodes else ()
     stretched = model.max_position > config.max_position_embeddings
     return Info(
         model_type=config.model_type,
@@ -354,7 +353,7 @@ def describe(folder: Path, config: Any, model: Model, device: Choice, weights: s
         max_position=model.max_position,
         eos_token_ids=special_ids("eos_token_id", extra, config),
         decoder_start_token_id=start[0] if start else None,
-        encoder=encoder,
+        encoder=model.encodes,
         device=device,
         rope_context=model.max_position if stretched else None,
         weights=weights,
