@@ -19,6 +19,7 @@ from lockstep.spec.ngram import NgramDraft
 from lockstep.spec.speculation import Say, Speculation, TreeShape
 from lockstep.types import RuleError
 
+MOST = 1024  # of steps, of tokens behind each, and of a draft's: a tree holds no more
 STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # where none are asked for
 FILES = {"draft": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
 
@@ -39,6 +40,9 @@ def shape_of(config: EngineConfig) -> TreeShape:
     if not steps <= nodes <= most:
         rule = f"{steps} steps of top-k {k} give from {steps} to {most} draft tokens"
         raise RuleError(rule, str(nodes), "Change their number, the steps or top-k")
+    if max(steps, k, nodes) > MOST:
+        rule = f"a draft has at most {MOST:,} tokens, steps, and tokens behind each"
+        raise RuleError(rule, f"{nodes:,}, {steps:,} and {k:,}", "Ask for fewer")
     return TreeShape(steps, k, nodes)
 
 
