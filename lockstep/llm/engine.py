@@ -395,7 +395,7 @@ class Engine:
         if step.kind.name == ENCODE:
             return Launched(step, rows)
         logits = step.kind.model.logits(out.emitted) if out.logits is None else out.logits
-        hidden = out.states if any(each.spec.draft for each in step.batch.requests) else None
+        hidden = out.states if step.batch.drafts else None
         if hidden is not None:  # a launch that is replayed writes there again
             hidden = hidden[: len(step.ids)]
             hidden = hidden.copy() if isinstance(hidden, np.ndarray) else hidden.clone()

@@ -272,6 +272,7 @@ class Batch:
         self.new_lens = tuple([each.new_len for each in rows])
         self.tables: PageTables | None = None  # as the last step left them
         self.needs_values = np.array([each.spec.needs_values for each in self.requests], np.bool_)
+        self.drafts = any(each.spec.draft for each in self.requests)  # by a model, some of them
         # samples before those of each request, and all: lists of tokens that it brings, in order
         *self.first_samples, self.samples = accumulate([r.sampled for r in rows], initial=0)
 

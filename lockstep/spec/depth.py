@@ -59,8 +59,9 @@ class Acceptance:
         return 0 < self.rests_until - settled <= LONGEST_REST
 
     def rests(self, settled: int) -> None:
-        """Nothing pays: it tries again when so many steps more are settled."""
-        self.rests_until = settled + self.rest
+        """Nothing pays: it tries again when so many steps more are settled. What it finds then is
+        to count, whatever was before."""
+        vars(self).update(vars(self.other()), rests_until=settled + self.rest)
         self.rest = min(2 * self.rest, LONG_REST if self.rate > 0.5 else LONGEST_REST)
 
 

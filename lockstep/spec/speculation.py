@@ -91,8 +91,7 @@ class Speculation:
         if number % NOTED and self._rests(self._acceptance, number):
             return
         begun = self._begun = time.perf_counter()
-        wanted = self._wanted(scheduler)
-        if not wanted:
+        if not (wanted := self._wanted(scheduler)):
             return
         shape, even, asks = self.shape, self.runner.even, list[DraftRequest]()
         costs = self.costs[rounded(len(wanted))]
@@ -213,9 +212,7 @@ class Speculation:
         if self._rests(self._acceptance, settled):
             return {}
         for request in scheduler.running:
-            if not request.spec.speculative:
-                continue
-            if self._rests(self._acceptance_of(request), settled):
+            if not request.spec.speculative or self._rests(self._acceptance_of(request), settled):
                 continue  # nothing else is asked: what moves is in columns
             if request.launched_in > settled or not request.decodes:
                 continue
