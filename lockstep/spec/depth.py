@@ -18,7 +18,8 @@ RANGES, LONG_FORGET = 10, 0.98  # of chances, and how long a guess counts there
 PRIOR = 2.0  # drafts of others that a request's own begin with
 FIRST_CHANCE = 0.4  # from which on a chain goes on, of an engine that has seen nothing
 REST = 16  # steps until a resting request tries again; twice as many each time it fails
-LONG_REST, LONGEST_REST = 256, 1024  # the second where fewer guesses are right than wrong
+LONG_REST, LONGEST_REST = 256, 1024  # the first where they bring nearly what they cost
+NEAR = 0.75  # of it, at least, and half of them right
 SMOOTH, SHORTER = 0.05, 0.25  # weight of a new time, and of a shorter one: others only add to it
 SEEN = 3  # times that make one known: at first the shortest counts, the others found all cold
 OUTLIER = 1.5  # times above so many means count as that: one that waited for a prompt is no rule
@@ -34,6 +35,7 @@ class Acceptance:
     guesses: float = 2 * PRIOR
     tried: float = 2 * PRIOR
     right: float = 1.4 * PRIOR
+    worth: float = 1.0  # what its guesses bring, of what they cost
     rests_until: int = 0  # number of a step
     rest: int = REST
 
@@ -62,7 +64,8 @@ class Acceptance:
         """Nothing pays: it tries again when so many steps more are settled. What it finds then is
         to count, whatever was before."""
         vars(self).update(vars(self.other()), rests_until=settled + self.rest)
-        self.rest = min(2 * self.rest, LONG_REST if self.rate > 0.5 else LONGEST_REST)
+        near = self.rate > 0.5 and self.worth > NEAR
+        self.rest = min(2 * self.rest, LONG_REST if near else LONGEST_REST)
 
 
 class Chances:
@@ -191,10 +194,10 @@ class Costs:
         if not self.plain.known or not self.tried:
             return [self.plain.known] * len(acceptances)
         guess_s, first_s = self.row_s + self.guess_s, self.first_s
-        return [
-            each.right * self.plain.y > each.guesses * guess_s + each.drafts * first_s
-            for each in acceptances
-        ]
+        for each in acceptances:
+            cost_s = each.guesses * guess_s + each.drafts * first_s
+            each.worth = each.right * self.plain.y / cost_s if cost_s else math.inf
+        return [each.worth > 1.0 for each in acceptances]
 
 
 def rounded(count: int) -> int:

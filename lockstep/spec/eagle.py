@@ -208,8 +208,7 @@ def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> Dr
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:
     """Raises unless it is the config of such a head, for this target."""
-    named = raw.get("architectures")
-    if named != [architecture]:
+    if (named := raw.get("architectures")) != [architecture]:
         rule = f"the config.json of this head names the architecture {architecture}"
         raise RuleError(rule, shown(named), "Use such a head, or another algorithm")
     info, hidden = target.info, raw.get("hidden_size")

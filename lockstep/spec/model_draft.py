@@ -156,8 +156,7 @@ class ModelDraft:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         made, self._made = self._made, None
-        trees = self._taken(made, requests) if made is not None and made.number else None
-        if trees is not None:
+        if made is not None and made.number and (trees := self._taken(made, requests)):
             return trees
         asks = [ask for ask in requests if self._ready(ask.request)]
         grown = self._grown(asks) if asks else []
@@ -204,8 +203,7 @@ class ModelDraft:
         more if it was and nobody has seen what it said."""
         table, end = table_of(request), self._end(request)
         begin = min(table.draft_len, end - 1)
-        able = self._able(table, begin, end)
-        if able:
+        if able := self._able(table, begin, end):
             table.draft_len = begin
         return able
 

@@ -42,8 +42,7 @@ class NgramDraft(Draft):
 
     def _chain(self, ask: DraftRequest) -> DraftTree:
         tokens = ask.request.tokens
-        end = self._indexes.setdefault(ask.request, Index()).find(tokens)
-        if end is None:
+        if (end := self._indexes.setdefault(ask.request, Index()).find(tokens)) is None:
             return NO_DRAFT
         period = len(tokens) - end  # what reaches into the end of the text goes on as it began
         ids = [tokens[end + i % period] for i in range(ask.steps)]

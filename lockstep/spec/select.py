@@ -111,5 +111,4 @@ def speculation(
     draft: Draft = NgramDraft()
     if model is not None:
         draft = ModelDraft(model, runner, shape.top_k, shape.steps, most_rows(config), info)
-    context_length = config.context_length or info.max_position
-    return Speculation(draft, shape, runner, context_length, say)
+    return Speculation(draft, shape, runner, config.context_length or info.max_position, say)

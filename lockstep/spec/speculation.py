@@ -82,8 +82,10 @@ class Speculation:
         self._begins: dict[int, tuple[float, int]] = {}
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
-        # steps in which the same requests decoded plainly, of which the draft does not know yet
-        self._untold: list[tuple[ScheduledStep, Any]] = []
+        # states of steps in which the same requests decoded plainly, of which the draft does not
+        # know yet, and the first of these; the others are let go, so that they share their memory
+        self._untold = list[Any]()
+        self._first: ScheduledStep
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
@@ -159,12 +161,13 @@ class Speculation:
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
             self.costs[rounded(len(batch.rows))].step(depth, seconds, warmth)
         self._ended = now
-        if self._untold and step.number <= self._untold[-1][0].number:
+        if self._untold and step.number < self._first.number + len(self._untold):
             self._untold = []  # they are counted anew behind an interruption: nobody is left
-        if self._untold and (not plain or self._untold[0][0].batch is not batch):
+        if self._untold and (not plain or self._first.batch is not batch):
             self._tell()
         if plain:
-            self._untold.append((step, hidden))
+            self._first = self._first if self._untold else step
+            self._untold.append(hidden)
             if len(self._untold) >= min(self.draft.lag, TOLD // len(batch.rows)):
                 self._tell()
             return
@@ -191,13 +194,13 @@ class Speculation:
 
     def _tell(self) -> None:
         """The draft is told of steps in which the same requests decoded plainly, all at once."""
-        steps, self._untold = self._untold, []
-        if not steps:
+        untold, self._untold = self._untold, []
+        if not untold:
             return
-        every, begins = steps[0][0].batch.rows, steps[0][0].cached_lens.tolist()
-        width, states = len(every), [hidden for _, hidden in steps if hidden is not None]
+        every, begins = self._first.batch.rows, self._first.cached_lens.tolist()
+        width, states = len(every), [hidden for hidden in untold if hidden is not None]
         entries = [
-            SettledRows(rows.request, begin, tuple(range(i, len(steps) * width, width)))
+            SettledRows(rows.request, begin, tuple(range(i, len(untold) * width, width)))
             for i, (rows, begin) in enumerate(zip(every, begins, strict=True))
             if drafting(rows)
         ]
