@@ -52,7 +52,7 @@ from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import noise_of
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, model_draft
-from lockstep.spec.depth import LONG_REST, LONGEST_REST, REST, SEEN, Acceptance, Costs
+from lockstep.spec.depth import LONG_REST, LONGEST_REST, NEAR, REST, SEEN, Acceptance, Costs
 from lockstep.spec.draft import NO_DRAFT, DraftSetup
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
@@ -477,6 +477,30 @@ def test_who_is_more_often_wrong_than_right_rests_for_longest():
             each.rests(settled=0)
             assert each.resting(0) and not each.resting(each.rests_until)
     assert (some.rest, none.rest) == (LONG_REST, LONGEST_REST)
+
+
+def test_who_brings_far_less_than_it_costs_rests_for_longest():
+    near, far = right(0.8), right(0.6)  # of five guesses, which cost as much as 4.5 plain tokens
+    costs(1.0, 1.8, 3.5).pays([near, far])
+    assert NEAR < near.worth < 1 and far.worth < NEAR and far.rate > 0.5
+    for _ in range(9):
+        for each in (near, far):
+            each.rests(settled=0)
+    assert (near.rest, far.rest) == (LONG_REST, LONGEST_REST)
+
+
+def test_what_is_found_behind_a_rest_counts_more_than_what_was_before():
+    """Fifty drafts of four guesses, one of which was right, and then one that was right as a whole:
+    it used to be forgotten at once, and the request rested where its text had become easy."""
+    seen, acceptance = costs(1.0, 1.8, 1.0), Acceptance()
+    for _ in range(50):
+        acceptance.verified(1, 4, 2, 1)
+    assert seen.pays([acceptance]) == [False]
+    patient = replace(acceptance)
+    acceptance.rests(settled=0)
+    for each in (patient, acceptance):
+        each.verified(1, 4, 4, 4)
+    assert seen.pays([patient, acceptance]) == [False, True]
 
 
 def test_who_pays_again_rests_as_shortly_as_at_first():
