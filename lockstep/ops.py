@@ -225,10 +225,10 @@ class Ops(Protocol):
         of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of the CPU's."""
 
 
-def by_numpy(some: Tensor) -> bool:
+def by_numpy(tensor: Tensor) -> bool:
     """Whether numpy is to copy it. On a CPU torch's threads would look for more work for
     milliseconds afterwards, on processors that our helpers need."""
-    return some.device.type == "cpu" and some.dtype is torch.float32
+    return tensor.device.type == "cpu" and tensor.dtype is torch.float32
 
 
 def joined(parts: Sequence[Any], dim: int) -> Tensor:

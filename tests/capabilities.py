@@ -113,7 +113,7 @@ class Subject:
         elif not self.parts.model.generates:
             out = {"embed": self.embed()}
         if self.parts.model.generates:
-            lengths = WHOLE if self.parts.info.encoder else PROMPTS
+            lengths = WHOLE if self.parts.model.encodes else PROMPTS
             out["tokens"] = self.tokens(SAMPLED, lengths)
             for dtype in KV_FORMATS:
                 out[f"edited, {dtype}"] = self.tokens(EDITED, lengths[:2], dtype)

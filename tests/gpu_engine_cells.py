@@ -182,10 +182,10 @@ def look(name: str, device: str) -> dict[str, str]:
         },
         "preempted": {"overlap": True, "graphs": True, "max_total_tokens": 2048},
     }
-    if on_card and not parts.info.encoder:
+    if on_card and not parts.model.encodes:
         found["waits"] = waits(engine_of(parts, config, overlap=True, graphs=True))
         print(f"{name}: waits: {found['waits'] or 'held'}", file=sys.stderr, flush=True)
-    if parts.info.encoder:  # whose sources are not cut
+    if parts.model.encodes:  # whose sources are not cut
         ways["pages and chunks"].pop("chunked_prefill_size")
     for what, how in ways.items():
         if not on_card:

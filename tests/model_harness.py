@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ class Engine:
 
     def __init__(self, model: Any, page_size: int = 16) -> None:
         self.model = model
-        self.kinds = kinds_of(model, SimpleNamespace(encoder=hasattr(model, "encode")), page_size)
+        self.kinds = kinds_of(model, page_size)
         specs = group_specs(self.kinds.values())
         pages = [0 if s.layout is Layout.FRESH else PAGES // s.page_size + 2 for s in specs]
         self.driver = StepDriver(self.kinds, pages, select.select("cpu", specs, "cpu")[0])

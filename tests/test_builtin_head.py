@@ -121,7 +121,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
     with torch.no_grad():
         for name, value in own.named.items():
             value.copy_(stored[f"{name.replace('/', '.')}.weight"])
-    kinds = kinds_of(*target, hidden_layers=head.target_layers)
+    kinds = kinds_of(target.model, hidden_layers=head.target_layers)
     pages = [0 if g.layout is Layout.FRESH else 8 for g in group_specs(kinds.values())]
     driver = StepDriver(kinds, pages, reference.Backend())
     ids = batch.ids[0]

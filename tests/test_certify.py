@@ -42,7 +42,7 @@ def builtin() -> Loaded:
 def stretched(model: tiny.Tiny, **config: Any) -> Loaded:
     """A tiny model that reaches over a split."""
     made, info = tiny.loaded(replace(model, config={**model.config, **LONG, **config}))
-    return Loaded(made, replace(info, encoder=model is tiny.BART))
+    return Loaded(made, info)
 
 
 def refusal(loaded: Loaded, **options: Any) -> str:

@@ -403,7 +403,23 @@ def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_noth
 # -- the floor -------------------------------------------------------------------------------------
 
 
-def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch):
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    """There are not processors for two."""
+    monkeypatch.setattr(threads, "CORES", 1)
+
+
+def test_who_leaves_room_for_another_waits_for_nobody(monkeypatch):
+    """Two engines with a thread each took turns on two processors."""
+    monkeypatch.setattr(threads, "CORES", 2)
+    with threads.limited(1), threads.floor():
+        assert threads.FLOOR == []
+    with threads.limited(2), threads.floor():
+        assert len(threads.FLOOR) == 1
+    assert threads.FLOOR == []
+
+
+def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_time):
     monkeypatch.setattr(threads, "PATIENCE_S", 60)
     inside, most, order = 0, 0, []
 
@@ -427,8 +443,9 @@ def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch):
     assert longest < 20, "nobody has it all the time while others wait"
 
 
-def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait():
-    thread = threading.Thread(target=threads.take_floor)  # and it is never left
+def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait(one_at_a_time):
+    kept = [threads.floor(), threads.floor()]
+    thread = threading.Thread(target=kept[0].__enter__)  # and it is never left
     thread.start()
     thread.join()
     (lost,) = threads.FLOOR
@@ -436,23 +453,23 @@ def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait():
         assert lost not in threads.FLOOR and len(threads.FLOOR) == 1
         with ThreadPoolExecutor(1) as pool:
             begin = time.perf_counter()
-            pool.submit(threads.take_floor).result()  # which nobody gives it
+            pool.submit(kept[1].__enter__).result()  # which nobody gives it
             assert time.perf_counter() - begin >= threads.PATIENCE_S
             (other,) = threads.FLOOR
     assert threads.FLOOR == [other], "it is not ours to leave"
     threads.FLOOR.clear()
 
 
-def test_an_engine_that_is_called_inside_a_step_of_another_waits_once():
+def test_an_engine_that_is_called_inside_a_step_of_another_waits_once(one_at_a_time):
     with threads.floor():
-        outer = threads.OWN.ticket
+        (outer,) = threads.FLOOR
         with threads.floor():
-            assert threads.FLOOR == [threads.OWN.ticket] != [outer]
+            assert len(threads.FLOOR) == 1 and outer not in threads.FLOOR
         assert threads.FLOOR == []
     assert threads.FLOOR == []
 
 
-def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch):
+def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch, one_at_a_time):
     monkeypatch.setattr(threads, "PATIENCE_S", 60)
     main, theirs = threading.main_thread().ident, threading.Lock()
 
@@ -474,15 +491,15 @@ def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch
 
 
 @pytest.mark.parametrize("turn_ns", [0, 10**12])
-def test_a_call_that_releases_the_lock_keeps_the_floor(monkeypatch, turn_ns):
+def test_a_call_that_releases_the_lock_keeps_the_floor(monkeypatch, one_at_a_time, turn_ns):
     monkeypatch.setattr(threads, "TURN_NS", turn_ns)
     seen = []
     for call in ("call", "released"):
         monkeypatch.setattr(threads.compiled(), call, lambda *_: seen.append(list(threads.FLOOR)))
     with threads.floor():
-        mine = threads.OWN.ticket
+        before = list(threads.FLOOR)
         threads.Call(SimpleNamespace(address=0), (), 1, 1, 10).run()
-        assert seen == [threads.FLOOR] == [[mine]]
+        assert seen == [threads.FLOOR] == [before] and len(before) == 1
     assert threads.FLOOR == []
 
 

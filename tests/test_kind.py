@@ -36,11 +36,11 @@ def run(kinds: list[StepKind]) -> list[StepOutput]:
 
 
 def test_a_model_has_the_kinds_that_it_has_layers_for():
-    named = {tiny.name: list(kinds_of(*loaded(tiny))) for tiny in (LLAMA, BART)}
+    named = {tiny.name: list(kinds_of(loaded(tiny).model)) for tiny in (LLAMA, BART)}
     assert named == {"llama": [GENERATE, EMBED], "bart": [GENERATE, ENCODE]}
-    model, info = loaded(LLAMA)
-    assert list(kinds_of(replace(model, head=None), info)) == [EMBED]
-    kinds = kinds_of(*loaded(BART), page_size=4)
+    model = loaded(LLAMA).model
+    assert list(kinds_of(replace(model, head=None))) == [EMBED]
+    kinds = kinds_of(loaded(BART).model, page_size=4)
     shared = set(kinds[GENERATE].groups) & set(kinds[ENCODE].groups)
     specs = group_specs(kinds.values())
     assert [specs[g].layout for g in shared] == [Layout.CROSS], "an encoder fills what is read"
@@ -49,10 +49,10 @@ def test_a_model_has_the_kinds_that_it_has_layers_for():
 
 def test_hidden_states_of_layers_come_back_beside_the_logits():
     """The stream behind a layer is what a model that ends there has, before its norm."""
-    model, info = loaded(QWEN3)
+    model = loaded(QWEN3).model
     layers = (0, 1)
-    (plain,) = run([kinds_of(model, info)[GENERATE]])
-    (out,) = run([kinds_of(model, info, hidden_layers=layers)[GENERATE]])
+    (plain,) = run([kinds_of(model)[GENERATE]])
+    (out,) = run([kinds_of(model, hidden_layers=layers)[GENERATE]])
     assert torch.equal(out.rows, plain.rows) and plain.states is None
     assert torch.equal(out.emitted, out.rows[-1:])
     streams = torch.as_tensor(out.states).chunk(2, -1)
@@ -63,23 +63,23 @@ def test_hidden_states_of_layers_come_back_beside_the_logits():
             spec=replace(model.spec, blocks=model.spec.blocks[: layer + 1]),
             blocks=model.blocks[: layer + 1],
         )
-        (want,) = run([kinds_of(short, info)[GENERATE]])
+        (want,) = run([kinds_of(short)[GENERATE]])
         assert torch.equal(norm(stream), want.rows)
 
 
 def test_an_engine_may_hold_kinds_of_two_models():
     """A draft model's groups are further columns of the same tables; neither touches the other."""
-    main = kinds_of(*loaded(QWEN3))[GENERATE]
-    draft = kinds_of(*loaded(LLAMA), first_group=len(main.groups))[GENERATE]
+    main = kinds_of(loaded(QWEN3).model)[GENERATE]
+    draft = kinds_of(loaded(LLAMA).model, first_group=len(main.groups))[GENERATE]
     assert not set(main.groups) & set(draft.groups)
-    alone = kinds_of(*loaded(LLAMA))[GENERATE]
+    alone = kinds_of(loaded(LLAMA).model)[GENERATE]
     first, second, again = run([main, draft, main])
     assert torch.equal(first.rows, again.rows)
     assert torch.equal(second.rows, run([alone])[0].rows)
 
 
 def test_groups_that_leave_a_gap_or_lack_a_spec_are_refused():
-    kind = kinds_of(*loaded(LLAMA), first_group=1)[GENERATE]
+    kind = kinds_of(loaded(LLAMA).model, first_group=1)[GENERATE]
     with pytest.raises(RuleError, match=r"without gaps; got \[1\]"):
         group_specs([kind])
     with pytest.raises(RuleError, match=r"one spec per group; got groups \(1,\) and 0 specs"):

@@ -226,8 +226,8 @@ def test_an_error_behind_accepted_tokens_ends_the_path_before_it():
         ({"speculative_algorithm": "draft"}, "needs speculative_draft_model; got none"),
         ({**CHAIN, "speculative_num_draft_tokens": 1}, "at least one behind it; got 1"),
         ({**TREE, "speculative_num_draft_tokens": 23}, "from 3 to 21 draft tokens"),
-        ({**CHAIN, "speculative_num_steps": 10**9}, "at most 1,024 tokens.* got 1,000,000,000"),
-        ({**TREE, "speculative_eagle_topk": 1025}, "tokens behind each; got .* and 1,025"),
+        ({**CHAIN, "speculative_num_steps": 10**9}, "at most 1,024 tokens.* got 1,000,000,000 "),
+        ({**TREE, "speculative_eagle_topk": 1025}, "3 levels of 1,025. Ask for fewer"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -489,7 +489,7 @@ def test_who_brings_far_less_than_it_costs_rests_for_longest():
     assert (near.rest, far.rest) == (LONG_REST, LONGEST_REST)
 
 
-def test_what_is_found_behind_a_rest_counts_more_than_what_was_before():
+def test_what_is_found_behind_a_rest_counts_for_more():
     """Fifty drafts of four guesses, one of which was right, and then one that was right as a whole:
     it used to be forgotten at once, and the request rested where its text had become easy."""
     seen, acceptance = costs(1.0, 1.8, 1.0), Acceptance()
@@ -501,6 +501,28 @@ def test_what_is_found_behind_a_rest_counts_more_than_what_was_before():
     for each in (patient, acceptance):
         each.verified(1, 4, 4, 4)
     assert seen.pays([patient, acceptance]) == [False, True]
+
+
+def test_behind_an_interruption_a_draft_is_told_of_no_step_that_came_before():
+    """Steps are counted anew then, and embeddings have numbers too: what was kept of requests that
+    are no more was told to the draft, and the times of steps that embed were kept for good."""
+    plain, engine = made(LLAMA), made(LLAMA, **CHAIN)
+    want, job = [each.add((4, 5) * 9, PLAIN) for each in (plain, engine)]
+    speculation = engine.speculation
+    speculation._rests = lambda acceptance, settled: True
+    for _ in range(4):
+        engine.step()
+    assert len(speculation._untold) == 3 and speculation._first is not None
+    engine._changing = True  # an interrupt struck
+    told, tell = [], speculation.draft.observe
+    speculation.draft.observe = lambda settled: (told.append(settled), tell(settled))
+    engine.add((7, 8, 9), embed=True)
+    for each in (plain, engine):
+        while each.busy:
+            each.step()
+    assert told[0].rows[0].begin == 0, "the prompt, once more"
+    assert speculation._begins == {}
+    assert job.completions[0].token_ids == want.completions[0].token_ids
 
 
 def test_who_pays_again_rests_as_shortly_as_at_first():

@@ -505,7 +505,7 @@ def test_what_a_backend_derives_fits_what_it_stated_and_is_written_whole(lens, p
 
 def test_lowering_touches_no_cache_and_the_launch_moves_the_keys():
     model = parts(tiny.LLAMA)
-    kinds = kinds_of(model.model, model.info, page_size=8)
+    kinds = kinds_of(model.model, page_size=8)
     pages = [0 if s.layout is Layout.FRESH else 32 for s in group_specs(kinds.values())]
     driver = StepDriver(kinds, pages, cpu.Backend())
     kind, first = kinds[GENERATE], driver.request()

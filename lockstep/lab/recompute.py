@@ -75,7 +75,7 @@ class Recompute:
         own = str(self.ops.dtype).removeprefix("torch.")  # what rounds nothing
         self.kinds = {
             name: replace(kind, specs=tuple(map(self._spec, kind.specs)))
-            for name, kind in kinds_of(parts.model, parts.info, kv_dtype=own).items()
+            for name, kind in kinds_of(parts.model, kv_dtype=own).items()
         }
         self.encoder = self.kinds.get(ENCODE)
         # plainly, a source's alone: a decoder reads its rows

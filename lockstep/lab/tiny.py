@@ -110,7 +110,6 @@ def assembled(
         max_position=model.max_position,
         eos_token_ids=eos_token_ids,
         decoder_start_token_id=START,
-        encoder=config["model_type"] == "bart",
         device=Choice(device.name, "the lab's choice"),
     )
     return Loaded(model, info)

@@ -33,20 +33,20 @@ def executing() -> set[FrameType]:
 @contextmanager
 def garbage_waits() -> Iterator[None]:
     """Python looks for none in the block: that may take longer than a step."""
-    mine = gc.isenabled()  # where another thread waits too, that one lets it look again
+    enabled = gc.isenabled()  # where another thread waits too, that one lets it look again
     try:
-        if mine:
+        if enabled:
             WAITS.append(True)
             gc.disable()
         yield
     finally:
-        look_again(mine)
+        look_again(enabled)
 
 
-def look_again(mine: bool = False) -> None:
+def look_again(disabled: bool = False) -> None:
     """Python looks for garbage, if it is we who said no: whoever did takes it back, unless an
     interrupt or a fork has kept him from it, and then whoever comes next."""
-    if mine or WAITS:
+    if disabled or WAITS:
         gc.enable()
         WAITS.clear()
 

@@ -144,9 +144,8 @@ class Engine:
         target = Loaded(parts.model, parts.info)
         draft = self.draft_model = drafts.load(config, target, parts.backend, parts.draft)
         layers = () if draft is None else draft.target_layers
-        self.kinds = kinds_of(
-            *target, config.page_size, config.kv_cache_dtype, hidden_layers=layers
-        )
+        sizes = config.page_size, config.kv_cache_dtype
+        self.kinds = kinds_of(parts.model, *sizes, hidden_layers=layers)
         if draft is not None:
             self.kinds[DRAFT] = draft.kind
         specs = self.specs = group_specs(self.kinds.values())
@@ -523,6 +522,8 @@ class Engine:
         for generation in generations.values():
             scheduler.resume(generation.resumed())
         scheduler.counters.update(self.scheduler.counters, recovered=1)
+        if self.speculation is not None:
+            self.speculation.forget()
         self.generations, self.scheduler, self._launched = generations, scheduler, []
         self._changing = False
 

@@ -68,7 +68,6 @@ class Info:
     max_position: int
     eos_token_ids: tuple[int, ...]
     decoder_start_token_id: int | None
-    encoder: bool  # an encoder-decoder: a request begins with an encode step
     device: Choice  # which table of operations computes, and why
     rope_context: int | None = None  # what a dynamic rope was stretched for; None: not stretched
     weights: str = "none"  # the digest of the tensors that were read, whatever files they lay in
@@ -353,7 +352,6 @@ def describe(folder: Path, config: Any, model: Model, device: Choice, weights: s
         max_position=model.max_position,
         eos_token_ids=special_ids("eos_token_id", extra, config),
         decoder_start_token_id=start[0] if start else None,
-        encoder=model.encodes,
         device=device,
         rope_context=model.max_position if stretched else None,
         weights=weights,

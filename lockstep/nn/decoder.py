@@ -48,7 +48,7 @@ class Model(ABC):
     max_position: int  # positions are below this
 
     pooling: ClassVar[str] = "last"
-    encodes: ClassVar[bool] = False  # a request begins with a step of an encoder, whatever is said
+    encodes: ClassVar[bool] = False  # an encoder-decoder: a request begins with an encode step
 
     @abstractmethod
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor: ...

@@ -69,7 +69,7 @@ class Subject:
 
     @cached_property
     def kinds(self) -> Kinds:
-        return kinds_of(self.model, self.info, self.config.page_size, self.config.kv_cache_dtype)
+        return kinds_of(self.model, self.config.page_size, self.config.kv_cache_dtype)
 
     @property
     def device_class(self) -> str:
@@ -342,7 +342,7 @@ def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | N
     layers = repr(model.spec.blocks) if isinstance(model, Decoder) else ""
     digest = hashlib.sha256(layers.encode())
     proofs = [_sequence] if model.generates else []
-    proofs.append(_sources if info.encoder or not model.generates else _embeddings)
+    proofs.append(_sources if model.encodes or not model.generates else _embeddings)
     with torch.no_grad():
         for alone in chain.from_iterable(proof(subject, threads) for proof in proofs):
             digest.update(alone.contiguous().cpu().view(torch.uint8).numpy().tobytes())

@@ -13,7 +13,6 @@ from lockstep.types import GroupSpec, Layout, RuleError
 
 if TYPE_CHECKING:
     from lockstep.models.bart import Bart
-    from lockstep.models.loader import Info
     from lockstep.nn.attention import GroupLayer
     from lockstep.nn.decoder import Decoder, Model
 
@@ -47,7 +46,6 @@ Kinds = dict[str, StepKind]  # of one engine, by name
 
 def kinds_of(
     model: "Model",
-    info: "Info",
     page_size: int = 16,
     kv_dtype: str = "float32",
     first_group: int = 0,
@@ -58,7 +56,7 @@ def kinds_of(
     if model.generates:
         forward = cast("Decoder", model).hidden_states if hidden_layers else model
         made.append((GENERATE, model.groups(page_size, kv_dtype), model.layer_map, forward))
-    if info.encoder:
+    if model.encodes:
         encoder = cast("Bart", model)
         made.append((ENCODE, *encoder.encoder_groups(page_size, kv_dtype), encoder.encode))
     else:

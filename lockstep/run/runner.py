@@ -502,7 +502,7 @@ class StepDriver:
     """Requests of a model on pools of `pages` pages per group (0 for one without a cache), and
     steps that nobody schedules: for certification, the lab and tests.
 
-        driver = StepDriver(kinds_of(model, info), [pages] * groups, backend)
+        driver = StepDriver(kinds_of(model), [pages] * groups, backend)
         request = driver.request()
         hidden = driver.step(driver.kinds[GENERATE], [Share(request, prompt)]).rows
         hidden = driver.step(driver.kinds[GENERATE], [Share(request, [token], len(prompt))]).rows

@@ -61,8 +61,8 @@ class Acceptance:
         return 0 < self.rests_until - settled <= LONGEST_REST
 
     def rests(self, settled: int) -> None:
-        """Nothing pays: it tries again when so many steps more are settled. What it finds then is
-        to count, whatever was before."""
+        """Nothing pays: it tries again when so many steps more are settled. What it finds then
+        counts a third beside what was before."""
         vars(self).update(vars(self.other()), rests_until=settled + self.rest)
         near = self.rate > 0.5 and self.worth > NEAR
         self.rest = min(2 * self.rest, LONG_REST if near else LONGEST_REST)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from lockstep.config import EngineConfig
-from lockstep.models.loader import Info, Loaded
+from lockstep.models.loader import Loaded
 from lockstep.nn.decoder import Model
 from lockstep.run.kind import GENERATE, StepKind, kinds_of
 from lockstep.sample.params import SamplingParams
@@ -113,8 +113,8 @@ class DraftSetup:
     first_group: int  # number of the draft's first group in the engine's tables
     rows: int  # most rows of a step, pads included
 
-    def kind_of(self, model: Model, info: Info) -> StepKind:
+    def kind_of(self, model: Model) -> StepKind:
         """Steps of a model that drafts: those in which it would generate."""
         config = self.config
         sizes = config.page_size, config.kv_cache_dtype, self.first_group
-        return kinds_of(model, info, *sizes)[GENERATE]
+        return kinds_of(model, *sizes)[GENERATE]

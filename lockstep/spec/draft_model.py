@@ -21,11 +21,11 @@ def load(setup: DraftSetup) -> DraftModel:
 def of(loaded: Loaded, setup: DraftSetup) -> DraftModel:
     """A model that is there already, as the draft of a target."""
     (model, info), target = loaded, setup.target.info
-    if info.encoder or not model.generates:
+    if model.encodes or not model.generates:
         rule = "a draft continues text"
         raise RuleError(rule, f"a model of type {info.model_type}", "Use a decoder")
     if info.vocab_size != target.vocab_size:
         rule = f"a draft has the vocabulary of its target, {target.vocab_size} tokens"
         raise RuleError(rule, f"{info.vocab_size}", "Use one with the same tokenizer")
-    kind, extend = [replace(setup.kind_of(model, info), name=name) for name in DRAFTS]
+    kind, extend = [replace(setup.kind_of(model), name=name) for name in DRAFTS]
     return DraftModel(kind, extend, follow=extend)

@@ -132,7 +132,7 @@ class Head(Model):
     @property
     def draft(self) -> DraftModel:
         """What its steps are."""
-        kind = self.setup.kind_of(self, self.setup.target.info)
+        kind = self.setup.kind_of(self)
         kind = replace(kind, name=DRAFT, forward=self.drafted, hidden_layers=(0,))
         return DraftModel(
             kind=kind,

@@ -19,7 +19,7 @@ from lockstep.spec.ngram import NgramDraft
 from lockstep.spec.speculation import Say, Speculation, TreeShape
 from lockstep.types import RuleError
 
-MOST = 1024  # of steps, of tokens behind each, and of a draft's: a tree holds no more
+MOST = 1024  # tokens of a draft, and of all its levels
 STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # where none are asked for
 FILES = {"draft": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
 
@@ -40,9 +40,9 @@ def shape_of(config: EngineConfig) -> TreeShape:
     if not steps <= nodes <= most:
         rule = f"{steps} steps of top-k {k} give from {steps} to {most} draft tokens"
         raise RuleError(rule, str(nodes), "Change their number, the steps or top-k")
-    if max(steps, k, nodes) > MOST:
-        rule = f"a draft has at most {MOST:,} tokens, steps, and tokens behind each"
-        raise RuleError(rule, f"{nodes:,}, {steps:,} and {k:,}", "Ask for fewer")
+    if max(steps * k, nodes) > MOST:
+        rule = f"a draft has at most {MOST:,} tokens, and levels of top-k tokens that make as many"
+        raise RuleError(rule, f"{nodes:,} tokens, {steps:,} levels of {k:,}", "Ask for fewer")
     return TreeShape(steps, k, nodes)
 
 
@@ -60,10 +60,10 @@ def load(
     algorithm = config.speculative_algorithm
     if algorithm is None:
         return None
-    model, info = target
-    if info.encoder or not model.generates:
+    model = target.model
+    if model.encodes or not model.generates:
         rule = "speculation continues a decoder's text"
-        got = "an encoder-decoder" if info.encoder else "a model for embeddings"
+        got = "an encoder-decoder" if model.encodes else "a model for embeddings"
         raise RuleError(rule, got, "Leave speculative_algorithm out")
     if shape_of(config).top_k > 1 and not backend.caps.tails:
         rule = "a tree of drafts needs a backend that states `tails`"
@@ -71,7 +71,7 @@ def load(
         raise RuleError(rule, got, "Use speculative_eagle_topk 1, or another backend")
     if algorithm not in FILES:
         return None
-    kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
+    kinds = kinds_of(model, config.page_size, config.kv_cache_dtype)
     setup = DraftSetup(config, target, len(group_specs(kinds.values())), most_rows(config))
     if loader is None:
         loader = import_module(f"lockstep.spec.{FILES[algorithm]}").load

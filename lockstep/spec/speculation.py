@@ -17,6 +17,7 @@ import torch
 
 from lockstep.ops import joined
 from lockstep.plan.build import paths
+from lockstep.run.kind import GENERATE
 from lockstep.run.runner import PLAIN, Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
@@ -82,10 +83,10 @@ class Speculation:
         self._begins: dict[int, tuple[float, int]] = {}
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
-        # states of steps in which the same requests decoded plainly, of which the draft does not
-        # know yet, and the first of these; the others are let go, so that they share their memory
+        # the first of the steps in which the same requests decoded plainly, of which the draft does
+        # not know yet, and the states of all; the other steps are let go, and share their memory
+        self._first: ScheduledStep | None = None
         self._untold = list[Any]()
-        self._first: ScheduledStep
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
@@ -144,8 +145,10 @@ class Speculation:
     def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Any) -> None:
         """A step has been launched. Who only tries is not expected to go on; the others have room
         for the next chains, whatever is accepted, before anybody waits for these."""
+        if not self._begun or step.kind.name != GENERATE:
+            return
         self._begins[step.number], batch = (self._begun, self.runner.warmth), step.batch
-        if not self._begun or self._trying or not all(rows.chain for rows in batch.rows):
+        if self._trying or not all(rows.chain for rows in batch.rows):
             return
         states = None if hidden is None else torch.as_tensor(hidden)
         self.draft.launched(batch.requests, batch.shape.width, states)
@@ -161,12 +164,10 @@ class Speculation:
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
             self.costs[rounded(len(batch.rows))].step(depth, seconds, warmth)
         self._ended = now
-        if self._untold and step.number < self._first.number + len(self._untold):
-            self._untold = []  # they are counted anew behind an interruption: nobody is left
-        if self._untold and (not plain or self._first.batch is not batch):
+        if not plain or (self._first is not None and self._first.batch is not batch):
             self._tell()
         if plain:
-            self._first = self._first if self._untold else step
+            self._first = self._first or step
             self._untold.append(hidden)
             if len(self._untold) >= min(self.draft.lag, TOLD // len(batch.rows)):
                 self._tell()
@@ -192,12 +193,18 @@ class Speculation:
         states = None if hidden is None else torch.as_tensor(hidden)
         self.draft.observe(SettledStep(tuple(entries), states))
 
+    def forget(self) -> None:
+        """Requests and their steps begin anew, behind an interruption."""
+        self._first, self._untold = None, []
+        self._begins.clear()
+
     def _tell(self) -> None:
         """The draft is told of steps in which the same requests decoded plainly, all at once."""
-        untold, self._untold = self._untold, []
-        if not untold:
+        first, untold = self._first, self._untold
+        self._first, self._untold = None, []
+        if first is None:
             return
-        every, begins = self._first.batch.rows, self._first.cached_lens.tolist()
+        every, begins = first.batch.rows, first.cached_lens.tolist()
         width, states = len(every), [hidden for hidden in untold if hidden is not None]
         entries = [
             SettledRows(rows.request, begin, tuple(range(i, len(untold) * width, width)))

@@ -50,6 +50,7 @@ THREAD_NS = 2_000  # of work that are worth one more thread
 STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its units go in order
 NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself sees what follows
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
+CORES = max(torch.get_num_threads(), (os.cpu_count() or 1) // 2)  # as torch counts them
 PATIENCE_S = 0.02  # for the floor: who keeps it for longer is late, or gone
 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
@@ -316,7 +317,6 @@ class Own(threading.local):
         self.limit: int | None = None  # of its threads, while `limited`
         self.tape: Any = None  # that notes its calls (run/tape.py)
         self.turn_ns = 0  # when it released the interpreter's lock the last time
-        self.ticket = threading.Lock()  # its last one for the floor
         self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
         self.memory = aligned(0)  # of its workers
 
@@ -467,29 +467,25 @@ def limited(most: int) -> Iterator[None]:
 
 @contextmanager
 def floor() -> Iterator[None]:
-    """Runs the block alone among those of other threads, first come first served. It is faster so
-    and nothing else: who has waited for long goes on, also after an interrupt has lost a ticket."""
+    """Runs the block alone among those of other threads, first come first served, unless there are
+    processors for two. It is faster so and nothing else: who has waited for long goes on, also
+    after an interrupt has lost a ticket."""
+    if 2 * count() <= CORES:
+        yield
+        return
+    ticket = threading.Lock()
     try:
-        take_floor()
+        ticket.acquire()
+        FLOOR.append(ticket)
+        if FLOOR[:1] != [ticket]:
+            ticket.acquire(timeout=PATIENCE_S)  # until whoever leaves releases it
+            with suppress(ValueError):  # somebody who went on has removed it
+                del FLOOR[: FLOOR.index(ticket)]
         yield
     finally:
-        leave_floor()
-
-
-def take_floor() -> None:
-    ticket = OWN.ticket = threading.Lock()
-    ticket.acquire()
-    FLOOR.append(ticket)
-    if FLOOR[:1] != [ticket]:
-        ticket.acquire(timeout=PATIENCE_S)  # until whoever leaves releases it
-        with suppress(ValueError):  # somebody who went on has removed it
-            del FLOOR[: FLOOR.index(ticket)]
-
-
-def leave_floor() -> None:
-    with suppress(ValueError, IndexError, RuntimeError):  # it was lost; nobody waits, or still does
-        FLOOR.remove(OWN.ticket)
-        FLOOR[0].release()
+        with suppress(ValueError, IndexError, RuntimeError):  # lost; nobody waits, or still does
+            FLOOR.remove(ticket)
+            FLOOR[0].release()
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
