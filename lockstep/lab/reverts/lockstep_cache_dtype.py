@@ -31,12 +31,11 @@ RELATED = ("lockstep-dropped-limits",)
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def kinds_of(
         model: Any,
-        info: Any,
         page_size: int = 16,
         kv_dtype: str = "float32",
         first_group: int = 0,
         hidden_layers: tuple[int, ...] = (),
     ) -> Any:
-        return old(model, info, page_size, "float32", first_group, hidden_layers)
+        return old(model, page_size, "float32", first_group, hidden_layers)
 
     return kinds_of
