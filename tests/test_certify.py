@@ -41,8 +41,7 @@ def builtin() -> Loaded:
 
 def stretched(model: tiny.Tiny, **config: Any) -> Loaded:
     """A tiny model that reaches over a split."""
-    made, info = tiny.loaded(replace(model, config={**model.config, **LONG, **config}))
-    return Loaded(made, info)
+    return tiny.loaded(replace(model, config={**model.config, **LONG, **config}))
 
 
 def refusal(loaded: Loaded, **options: Any) -> str:

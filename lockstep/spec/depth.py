@@ -190,7 +190,7 @@ class Costs:
         return [sum(each > 0 for each in own[:best]) for own in worth]
 
     def pays(self, acceptances: Sequence[Acceptance]) -> list[bool]:
-        """Whose drafts, which end by themselves, bring more than they cost."""
+        """Whose drafts, which end by themselves, bring more than they cost; notes their worth."""
         if not self.plain.known or not self.tried:
             return [self.plain.known] * len(acceptances)
         guess_s, first_s = self.row_s + self.guess_s, self.first_s

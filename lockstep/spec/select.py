@@ -41,7 +41,7 @@ def shape_of(config: EngineConfig) -> TreeShape:
         rule = f"{steps} steps of top-k {k} give from {steps} to {most} draft tokens"
         raise RuleError(rule, str(nodes), "Change their number, the steps or top-k")
     if max(steps * k, nodes) > MOST:
-        rule = f"a draft has at most {MOST:,} tokens, and levels of top-k tokens that make as many"
+        rule = f"a draft has at most {MOST:,} tokens, and so have all its levels of top-k together"
         raise RuleError(rule, f"{nodes:,} tokens, {steps:,} levels of {k:,}", "Ask for fewer")
     return TreeShape(steps, k, nodes)
 
