@@ -230,7 +230,7 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    inner: int = 512
+    inner: int = 1024
     vocab: int = 2048
     layers: tuple[int, ...] = (2, 5, 7)
 
@@ -564,20 +564,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=320, help="tokens behind every prompt")
     parser.add_argument("--held-new", type=int, default=256, help="the same of held-out prompts")
     parser.add_argument("--rows", type=int, default=2048, help="prompts continued together")
-    parser.add_argument("--batches", type=int, default=3, help="of so many")
+    parser.add_argument("--batches", type=int, default=8, help="of so many")
     parser.add_argument("--first", type=int, default=0, help="the first of these batches")
     parser.add_argument("--init", type=Path, help="a head to go on with")
     parser.add_argument("--layers", type=int, nargs=3, default=[2, 5, 7])
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument("--inner", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=2048, help="tokens that the head knows")
-    parser.add_argument("--steps", type=int, default=650)
+    parser.add_argument("--steps", type=int, default=5500)
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step")
     parser.add_argument("--unroll", type=int, default=5, help="draft steps in training")
     parser.add_argument("--decay", type=float, default=0.9, help="weight of a step to the next")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
-    parser.add_argument("--every", type=int, default=100, help="steps between lines of the log")
+    parser.add_argument("--every", type=int, default=250, help="steps between lines of the log")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
