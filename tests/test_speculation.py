@@ -54,6 +54,7 @@ from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, model_draft
 from lockstep.spec.depth import LONG_REST, LONGEST_REST, NEAR, REST, SEEN, Acceptance, Costs
 from lockstep.spec.draft import NO_DRAFT, DraftSetup
+from lockstep.spec.speculation import FIRST_TRY
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
 
@@ -540,6 +541,32 @@ def test_who_pays_again_rests_as_shortly_as_at_first():
     speculation.costs[1] = costs(1.0, 1.1)
     assert speculation._wanted(engine.scheduler) == {request: 4}
     assert (acceptance.rest, acceptance.rests_until) == (REST, 0)
+
+
+def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
+    """It used to rest for as long as whoever came before, up to 1,024 steps: a text that is easy to
+    guess had no guesses behind one that is not."""
+    engine = made(LLAMA, **NGRAM)
+    engine.add((4, 5) * 9, PLAIN)
+    for _ in range(2):
+        engine.step()
+    speculation, scheduler = engine.speculation, engine.scheduler
+    speculation.adaptive, speculation.costs[1] = True, costs(1.0, 4.0)
+    (first,) = scheduler.running
+    speculation._acceptance_of(first).rest = LONGEST_REST
+    failed = scheduler.settled
+    for _ in range(2):  # the first time it begins to rest, the second says until when all do
+        assert speculation._wanted(scheduler) == {}
+    run(engine)
+    assert speculation._rests(speculation._acceptance, scheduler.settled), "it would have gone on"
+    engine.add((6, 5) * 9, PLAIN)
+    for _ in range(2):
+        engine.step()
+    (second,) = scheduler.running
+    assert speculation._acceptance_of(second).rests_until == failed + FIRST_TRY
+    assert speculation._wanted(scheduler) == {}
+    scheduler.settled = failed + FIRST_TRY
+    assert speculation._wanted(scheduler) == {second: 1}, "a try"
 
 
 def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():

@@ -28,6 +28,7 @@ from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 Say = Callable[[str], None]
 ANY_ID = 0  # of a guess that nobody made
 TOLD = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
+FIRST_TRY = 128  # steps behind a try that failed until a new request may have one: 4 % of them
 NOTED = 8  # while all rest, one step of so many is timed
 
 
@@ -83,6 +84,7 @@ class Speculation:
         self._begins: dict[int, tuple[float, int]] = {}
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
+        self._first_try = 0  # number of the step from which on a new request may try
         # the first of the steps in which the same requests decoded plainly, of which the draft does
         # not know yet, and the states of all; the other steps are let go, and share their memory
         self._first: ScheduledStep | None = None
@@ -219,7 +221,7 @@ class Speculation:
         """How deep a draft every request is to have, of those that may have one."""
         shape, settled, even = self.shape, scheduler.settled, self.runner.even
         self._trying, most = False, dict[Request, int]()
-        if self._rests(self._acceptance, settled):
+        if even and self._rests(self._acceptance, settled):
             return {}
         for request in scheduler.running:
             if not request.spec.speculative or self._rests(self._acceptance_of(request), settled):
@@ -265,7 +267,7 @@ class Speculation:
             acceptance.rests_until, self._trying = 0, True
             return self.shape.steps if self.draft.knows_chances or self.runner.even else 1
         acceptance.rests(settled)
-        self._acceptance.rest = acceptance.rest
+        self._acceptance.rest, self._first_try = acceptance.rest, settled + FIRST_TRY
         if self._say is not None:  # once
             self._say(
                 f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
@@ -283,6 +285,7 @@ class Speculation:
         acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
         if acceptance is None:
             acceptance = self._acceptances[request] = self._acceptance.other()
+            acceptance.rests_until = min(acceptance.rests_until, self._first_try)
         return acceptance
 
 
