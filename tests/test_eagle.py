@@ -231,21 +231,21 @@ def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
 
 def test_a_guess_more_is_worth_its_row_and_its_step():
     costs = Costs()
-    assert costs.go_on == FIRST_CHANCE
+    assert costs.go_on() == FIRST_CHANCE
     for cold in (9.0, 1.0, 1.0):
         costs.step(0, 4.0 * cold)
         costs.step(4, 6.0 * cold)
         costs.draft.add(3, 1.5 * cold)
     assert costs.row_s == pytest.approx(0.5), "cold times say nothing"
-    assert costs.go_on == FIRST_CHANCE, "one depth says nothing of others"
+    assert costs.go_on() == FIRST_CHANCE, "one depth says nothing of others"
     assert costs.first_s == pytest.approx(1.5), "and costs the same at any"
     for _ in range(9):
         costs.step(2, 5.0)
-    assert costs.go_on == pytest.approx(0.5 / 4.0)
+    assert costs.go_on() == pytest.approx(0.5 / 4.0)
     for _ in range(3):
         costs.draft.add(6, 2.4)
     assert costs.guess_s == pytest.approx(0.3), "three guesses more cost 0.9"
-    assert costs.go_on == pytest.approx((0.3 + 0.5) / 4.0)
+    assert costs.go_on() == pytest.approx((0.3 + 0.5) / 4.0)
     for rows, about in ((1, 1), (15, 15), (16, 16), (17, 16), (31, 30), (100, 96)):
         assert rounded(rows) == about
 

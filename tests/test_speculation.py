@@ -7,6 +7,7 @@ parameters; each test also shows that drafts were accepted and rejected.
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ from lockstep.sample.sampler import noise_of
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, model_draft
 from lockstep.spec.depth import LONG_REST, LONGEST_REST, NEAR, REST, SEEN, Acceptance, Costs
-from lockstep.spec.draft import NO_DRAFT, DraftSetup
+from lockstep.spec.draft import NO_DRAFT, DraftRequest, DraftSetup
 from lockstep.spec.speculation import FIRST_TRY
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
@@ -361,7 +362,7 @@ def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs
         seen.step(2, 1.5 + 0.2)
         seen.draft.add(2, 0.25 + 0.4)
     assert seen.row_s == pytest.approx(0.1) and seen.guess_s == pytest.approx(0.2)
-    assert seen.first_s == pytest.approx(0.75) and seen.go_on == pytest.approx(0.3)
+    assert seen.first_s == pytest.approx(0.75) and seen.go_on() == pytest.approx(0.3)
     each = 5 * 0.3 + 0.75  # what a draft costs, in tokens
     assert seen.pays([right(each / 5 + 0.01)]) == [True]
     assert seen.pays([right(each / 5 - 0.01)]) == [False]
@@ -569,6 +570,79 @@ def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
     assert speculation._wanted(scheduler) == {second: 1}, "a try"
 
 
+def guided(prompts: Sequence[tuple[int, ...]], wish: SamplingParams, wrong: Container[int] = ()):
+    """An engine that decodes these together, of which each is thought to be right always; what is
+    guessed of it is, but for those that are `wrong`. And who is asked in which step."""
+    want = []
+    for prompt in prompts:
+        plain = made(LLAMA)
+        job = plain.add(prompt, wish)
+        run(plain)
+        want.append(job.completions[0].token_ids)
+    engine, asked = made(LLAMA, **NGRAM), list[set[int]]()
+    speculation = engine.speculation
+    speculation.adaptive, speculation._say = True, None
+    numbers = {prompt: number for number, prompt in enumerate(prompts)}
+
+    def tree(ask: DraftRequest) -> DraftTree:
+        number = numbers[ask.request.spec.prompt]
+        begin = len(ask.request.tokens) - len(ask.request.spec.prompt)
+        ids = want[number][begin : begin + ask.steps]
+        asked[-1].add(number)
+        return DraftTree(
+            tuple(60 if number in wrong else token for token in ids), tuple(range(len(ids)))
+        )
+
+    speculation.draft.propose = lambda asks: [tree(ask) for ask in asks]
+    return engine, asked
+
+
+def test_whoever_is_right_is_asked_although_others_rest():
+    """Times were kept by how many decode, and asked for by how many do not rest: as soon as one
+    did, nothing was known, and nobody was asked but now and then."""
+    every = [words(9, n) for n in range(4)]
+    wish = replace(PLAIN, max_tokens=140)
+    engine, asked = guided(every, wish, wrong=(2, 3))
+    seen = engine.speculation.costs[4] = costs(1.0, 1.6)
+    seen.step = lambda depth, seconds, warmth: None
+    jobs = [engine.add(prompt, wish) for prompt in every]
+    while not all(job.done for job in jobs[:2]):
+        asked.append(set())
+        engine.step()
+    assert sum({0, 1} <= each for each in asked) > 0.7 * len(asked), asked
+    late = asked[len(asked) // 2 :]  # by then the others are known to be wrong
+    assert sum(bool(each & {2, 3}) for each in late) < 0.3 * len(late), asked
+
+
+def test_once_a_new_request_is_right_every_step_asks():
+    """It was asked in one step of eight for as long as the one before it would have rested."""
+    (prompt,), wish = [words(9, 1)], replace(PLAIN, max_tokens=100)
+    engine, asked = guided([prompt], wish)
+    speculation, settled = engine.speculation, 300
+    speculation.costs[1] = costs(1.0, 1.2)
+    speculation.costs[1].step = lambda depth, seconds, warmth: None
+    engine.scheduler.settled = settled
+    speculation._acceptance.rests_until = settled + 600
+    speculation._first_try = settled
+    engine.add(prompt, wish)
+    while engine.busy:
+        asked.append(set())
+        engine.step()
+    first = asked.index({0})
+    assert first <= 10 and all(asked[first:-1]), asked
+
+
+def test_few_who_guess_bear_what_a_draft_costs_alone():
+    """Half a step more for a verify of any depth: one of two does not earn it, both do."""
+    seen = costs(1.0, 1.5)
+    for _ in range(SEEN):
+        seen.step(2, 1.5)
+    assert seen.row_s < 0.01 and seen.first_s == pytest.approx(0.5, abs=0.03)
+    always = Acceptance(drafts=1.0, guesses=1.0, tried=1.0, right=0.8)
+    assert seen.pays([always]) == [True] and seen.pays([always], share=0.5) == [False]
+    assert seen.depths([always], 1, 1) == [1] and seen.depths([always], 1, 1, share=0.5) == [0]
+
+
 def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():
     """It used to count four times as much as the others: drafts that paid rested behind it."""
     seen = costs(1.0, 3.7)
@@ -604,7 +678,8 @@ def test_while_all_rest_nobody_is_asked_and_few_steps_are_timed():
     speculation.adaptive, settled = True, engine.scheduler.settled
     for request, rest in zip(engine.scheduler.running, (24, 30), strict=True):
         speculation._acceptance_of(request).rests_until = settled + rest
-    speculation.costs[1], speculation.costs[2].step = costs(1.0, 4.0), lambda *each: timed.append(1)
+    speculation.costs[2] = costs(1.0, 4.0)
+    speculation.costs[2].step = lambda *each: timed.append(1)
     speculation.draft.propose = lambda asks: asked.append(len(asks)) or [NO_DRAFT] * len(asks)
     for _ in range(17):
         engine.step()

@@ -157,7 +157,7 @@ def test_drafts_of_a_recorded_step_rest_and_try_together(monkeypatch):
     for prompt, wish in ASKED:
         engine.add(prompt, wish)
     engine.step()
-    nothing = lambda self, acceptances, most, nodes: [0] * len(acceptances)  # noqa: E731
+    nothing = lambda self, acceptances, *_: [0] * len(acceptances)  # noqa: E731
     monkeypatch.setattr(depth.Costs, "depths", nothing)
     monkeypatch.setattr(depth.Line, "known", True)
     speculation.adaptive = True

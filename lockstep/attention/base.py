@@ -51,6 +51,18 @@ class Caps:
     invariances: frozenset[str] = frozenset()
 
 
+# No feature is left out; a backend states the rest.
+WHOLE = Caps(
+    layouts=frozenset(Layout),
+    page_sizes=ANY_PAGE_SIZE,
+    window=True,
+    non_causal=True,
+    soft_cap=True,
+    sinks=True,
+    tails=True,
+)
+
+
 class Backend(Protocol):
     """An attention implementation. A backend is a file; `Backend` in it is this.
 

@@ -5,7 +5,7 @@
 
 from collections import namedtuple
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -22,23 +22,17 @@ from lockstep.kv.pool import Keys, widened
 from lockstep.ops import transparent
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
-from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, RuleError
 
 BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
 PRODUCTS_PER_NS = 8  # of one thread
-CAPS = base.Caps(
+CAPS = replace(
+    base.WHOLE,
     devices=frozenset({"cpu"}),
     activation_dtypes=frozenset({"float32"}),
     kv_dtypes=frozenset(KV_FORMATS),
-    layouts=frozenset(Layout),
     head_multiple=8,
     head_max=576,
-    page_sizes=base.ANY_PAGE_SIZE,
-    window=True,
-    non_causal=True,
-    soft_cap=True,
-    sinks=True,
-    tails=True,
     graphs=True,
     chains=True,
     order="canonical",

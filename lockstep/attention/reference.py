@@ -6,6 +6,7 @@ Never tuned and never bent to a backend: positions, window and causality in plai
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,13 @@ from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
-CAPS = base.Caps(
+CAPS = replace(
+    base.WHOLE,
     devices=frozenset({"cpu", "cuda"}),
     activation_dtypes=frozenset({"float32", "bfloat16", "float16"}),
     kv_dtypes=frozenset(KV_FORMATS),
-    layouts=frozenset(Layout),
     head_multiple=1,
     head_max=1 << 20,
-    page_sizes=base.ANY_PAGE_SIZE,
-    window=True,
-    non_causal=True,
-    soft_cap=True,
-    sinks=True,
-    tails=True,
 )
 
 

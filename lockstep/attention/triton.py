@@ -21,19 +21,13 @@ from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
-CAPS = base.Caps(
+CAPS = replace(
+    base.WHOLE,
     devices=frozenset({"cuda"}),
     activation_dtypes=frozenset({"bfloat16", "float16"}),
     kv_dtypes=frozenset({"bfloat16", "float16", "float8_e4m3"}),
-    layouts=frozenset(Layout),
     head_multiple=8,
     head_max=576,
-    page_sizes=base.ANY_PAGE_SIZE,
-    window=True,
-    non_causal=True,
-    soft_cap=True,
-    sinks=True,
-    tails=True,
     graphs=True,
     order="canonical",
     invariances=base.INVARIANCES - {"threads"},

@@ -1,5 +1,4 @@
-"""Bert: an encoder. Every row sees all rows of its request, nothing is kept, and the result is an
-embedding."""
+"""Bert: an encoder. Rows see all rows of their request, nothing is kept; it gives embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -255,8 +255,7 @@ def _plan(
 
 
 def cut(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
-    """The step of some rows of a plan: of every request as many as the shape says, behind those
-    that are skipped."""
+    """The step of some rows of a plan: as many of each request as `shape` has, `skipped` before."""
     b, begins = plan.bucket, plan.q_indptr[:-1] + skipped
     if b.tail or any(b.moves) or b.requests != len(shape.new_lens):
         rule = "a part of a step has plain rows of every request"

@@ -46,8 +46,7 @@ class Graph:
         self._graph.replay()
 
     def replay(self) -> Any:
-        """Everything again, with the numbers that are in the arena now. The output is the memory
-        of the first time."""
+        """Everything again, with the arena's numbers; the output is where it was at first."""
         self._graph.replay()
         self.replays += 1
         return self.output

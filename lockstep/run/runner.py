@@ -95,8 +95,7 @@ class Chain(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A step of a launch, in the arena: its image and, behind it, how its rows are sampled, if they
-    are."""
+    """A step of a launch, in the arena: its image and, behind it, how rows are sampled, if any."""
 
     kind: StepKind
     layout: ImageLayout
@@ -335,8 +334,7 @@ class Runner:
         return len(self.widths) > 1
 
     def keep(self, token_ids: Tensor, at: int = 0) -> Tensor:
-        """What a step sampled, for rows of the next that wait for it; guesses from GUESSES on.
-        Returns where it lies."""
+        """Where a step's samples lie for rows of the next that wait; guesses from GUESSES on."""
         room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
         if len(token_ids) > room:
             rule = f"a step that is settled late samples at most {room:,} tokens"

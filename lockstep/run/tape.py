@@ -99,8 +99,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An operation, noted as one call where not all of it is seen: what it does is its own
-        affair then."""
+        """An operation, noted as one call where not all that it does is seen."""
         if hasattr(function, TRANSPARENT):
             self.held += [each for each in (*args, *kwargs.values()) if not self.room.holds(each)]
         if hasattr(function, TRANSPARENT) or threads.OWN.tape is None:

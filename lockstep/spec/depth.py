@@ -132,8 +132,7 @@ class Line:
 
 @dataclass
 class Costs:
-    """Of steps in which so many requests decode together: plain ones, those that verify drafts, and
-    drafts, by their depth."""
+    """Of steps in which so many decode together: plain ones, those that verify, and drafts."""
 
     plain: Line = field(default_factory=Line)
     wide: Line = field(default_factory=Line)
@@ -165,20 +164,22 @@ class Costs:
         draft = self.draft.y - self.draft.x * self.guess_s if self.draft.known else 0.0
         return max(0.0, wide) + max(0.0, draft)
 
-    @property
-    def go_on(self) -> float:
-        """The chance from which on a guess more pays."""
+    def go_on(self, share: float = 1.0) -> float:
+        """The chance from which on a guess more pays, if this share of all guess."""
         if not (self.plain.known and self.tried and self.draft.known) or self.wide.flat:
             return FIRST_CHANCE
-        return min(1.0, (self.guess_s + self.row_s) / self.plain.y)
+        return min(1.0, (self.guess_s / share + self.row_s) / self.plain.y)
 
-    def depths(self, acceptances: Sequence[Acceptance], most: int, nodes: int) -> list[int]:
-        """How deep each of some requests, which decode together, is to guess: at most `most`, with
-        a tree of `nodes` tokens then. The i-th guess is right with probability rate^i; all levels
-        up to a depth pay together. What is not known yet, of plain steps or wide, is tried."""
-        count = len(acceptances)
+    def depths(
+        self, acceptances: Sequence[Acceptance], most: int, nodes: int, share: float = 1.0
+    ) -> list[int]:
+        """How deep each of some requests is to guess, which are this share of all that decode
+        together: at most `most`, with a tree of `nodes` tokens then. The i-th guess is right with
+        probability rate^i; all levels up to a depth pay together. What is not known yet, of plain
+        steps or wide, is tried."""
         if not self.plain.known or not self.tried:
-            return [most if self.plain.known else 0] * count
+            return [most if self.plain.known else 0] * len(acceptances)
+        count = len(acceptances) / share
         token_s, row_s = self.plain.y / count, self.row_s * nodes / most / count
         levels = range(1, most + 1)
         worth = [[each.rate**depth * token_s - row_s for depth in levels] for each in acceptances]
@@ -189,11 +190,12 @@ class Costs:
                 best_gain, best = gain, depth
         return [sum(each > 0 for each in own[:best]) for own in worth]
 
-    def pays(self, acceptances: Sequence[Acceptance]) -> list[bool]:
-        """Whose drafts, which end by themselves, bring more than they cost; notes their worth."""
+    def pays(self, acceptances: Sequence[Acceptance], share: float = 1.0) -> list[bool]:
+        """Whose drafts, which end by themselves, bring more than they cost; notes their worth. What
+        a draft costs at any number is borne by those who guess, this share of all."""
         if not self.plain.known or not self.tried:
             return [self.plain.known] * len(acceptances)
-        guess_s, first_s = self.row_s + self.guess_s, self.first_s
+        guess_s, first_s = self.row_s + self.guess_s / share, self.first_s / share
         for each in acceptances:
             cost_s = each.guesses * guess_s + each.drafts * first_s
             each.worth = each.right * self.plain.y / cost_s if cost_s else math.inf

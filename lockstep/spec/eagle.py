@@ -92,8 +92,7 @@ class Head(Model):
 
     @abstractmethod
     def fuse(self, states: Tensor) -> Tensor:
-        """From the target's states, those behind all `target_layers` side by side, to rows of
-        `hidden`."""
+        """From the target's states, of all `target_layers` side by side, to rows of `hidden`."""
 
     @abstractmethod
     def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,8 +89,7 @@ class Chains(NamedTuple):
 
 class Beam:
     """The draft of one request in the making: its guesses, each as the path that ends with it, and
-    their log-probabilities, summed along the path. The children of a `level` come next; a chain has
-    one in each."""
+    their log-probabilities, summed along it. Children of a `level` come next; a chain has one."""
 
     def __init__(self, ask: DraftRequest, top_k: int) -> None:
         self.ask, self.table, self.top_k = ask, table_of(ask.request), top_k
@@ -218,8 +217,7 @@ class ModelDraft:
         return build(specs, BatchWork(shape, lens, pages, self._pages[1]))
 
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Of each of some steps' states one row; in memory of its own, unless they are of one step
-        and follow one another."""
+        """Of each of some steps' states one row: a copy, unless they follow one another in one."""
         steps = list({id(each): each for each in states}.values())
         first, end = rows[0], rows[0] + len(rows)
         if len(steps) == 1 and list(rows) == list(range(first, end)):
@@ -253,8 +251,7 @@ class ModelDraft:
     ) -> StepOutput:
         """The next rows of some requests, up to where each one's end. With a `width` all have as
         many: what lies behind its own rows is written again before anybody reads it. Behind these
-        rows come those of so many `guesses`, but the last, where they are sampled by the same
-        launch."""
+        come rows of so many `guesses`, but the last, where the same launch samples them."""
         tables, kind = [table_of(each) for each in ends], kind or self.model.extend
         lens = [table.draft_len for table in tables]
         counts = [end - begin for end, begin in zip(ends.values(), lens, strict=True)]

@@ -28,7 +28,7 @@ from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 Say = Callable[[str], None]
 ANY_ID = 0  # of a guess that nobody made
 TOLD = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
-FIRST_TRY = 128  # steps behind a try that failed until a new request may have one: 4 % of them
+FIRST_TRY = 128  # steps from a rest that begins to the try of a new request, which costs some five
 NOTED = 8  # while all rest, one step of so many is timed
 
 
@@ -99,8 +99,8 @@ class Speculation:
         if not (wanted := self._wanted(scheduler)):
             return
         shape, even, asks = self.shape, self.runner.even, list[DraftRequest]()
-        costs = self.costs[rounded(len(wanted))]
-        go_on = costs.go_on if self.adaptive else 0.0
+        costs, count = self._costs(scheduler)
+        go_on = costs.go_on(len(wanted) / count) if self.adaptive else 0.0
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
         behind = shape.steps if even else 0  # rows that make all as many
         for request, steps in wanted.items():
@@ -133,7 +133,7 @@ class Speculation:
         even, alone = self.runner.even, True
         if self.adaptive and even:  # plain steps are measured as they will be settled
             measured = self.costs[rounded(len(step.batch.rows))].plain.known
-            if not measured or self._acceptance.resting(step.number):
+            if not measured or self._rests(self._acceptance, step.number):
                 return False
         for rows in step.batch.rows:
             request = rows.request
@@ -198,6 +198,7 @@ class Speculation:
     def forget(self) -> None:
         """Requests and their steps begin anew, behind an interruption."""
         self._first, self._untold = None, []
+        self._first_try = self._acceptance.rests_until = 0
         self._begins.clear()
 
     def _tell(self) -> None:
@@ -243,11 +244,12 @@ class Speculation:
         together = dict[Acceptance, list[Request]]()  # who guesses, or does not, with whom
         for request in most:
             together.setdefault(self._acceptance_of(request), []).append(request)
-        costs = self.costs[rounded(len(most))]
+        costs, count = self._costs(scheduler)
+        share = len(most) / count
         if self.draft.knows_chances:  # and ends its chains by itself
-            chosen = [shape.steps * pays for pays in costs.pays([*together])]
+            chosen = [shape.steps * pays for pays in costs.pays([*together], share)]
         else:
-            chosen = costs.depths([*together], shape.steps, shape.nodes)
+            chosen = costs.depths([*together], shape.steps, shape.nodes, share)
             if even and shape.top_k == 1:
                 chosen = [shape.rounded(steps) for steps in chosen]
         wanted: dict[Request, int] = {}
@@ -258,7 +260,15 @@ class Speculation:
                 steps = self._tries(acceptance, settled)
             if steps:
                 wanted |= {request: min(steps, most[request]) for request in requests}
+        if wanted:  # not all rest; 0 is of who has never rested
+            self._acceptance.rests_until = min(self._acceptance.rests_until, settled)
         return wanted
+
+    def _costs(self, scheduler: Scheduler) -> tuple[Costs, int]:
+        """Of steps of all who decode now, those who rest and those who do not speculate too, and
+        how many these are; who moves in columns is not taken out of them."""
+        count = sum(each.members is not None or each.decodes for each in scheduler.running)
+        return self.costs[rounded(count)], count
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:
         """It has rested: a guess, whatever it is worth; or it rests from now on. Where all guess
@@ -281,7 +291,7 @@ class Speculation:
 
     def _acceptance_of(self, request: Request) -> Acceptance:
         """One of all, where all guess in the same launch. A new request begins with what is known
-        of all: how often they are right, and how long who is not rests."""
+        of all, but may try when FIRST_TRY steps have settled since somebody began to rest."""
         acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
         if acceptance is None:
             acceptance = self._acceptances[request] = self._acceptance.other()
