@@ -73,6 +73,20 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[tuple[
     return [(tuple(out.token_ids), np.array(out.logprobs, np.float32).tobytes()) for out in outs]
 
 
+def test_a_draft_model_is_loaded_where_its_target_is(outside, tmp_path):
+    """It went where the options say, and they say "auto" where nobody asked for a device: beside a
+    GPU to that one, behind a target on the CPU."""
+    made = parts(tiny.LLAMA, tmp_path / "model")
+    how = {"speculative_algorithm": "draft", "speculative_draft_model": str(tmp_path / "model")}
+    sizes = {"max_total_tokens": 512, "page_size": 4}
+    engine = Engine(EngineConfig.from_names({**sizes, **how}), made)
+    assert engine.speculation is not None
+    model = engine.speculation.draft.model.kind.model
+    assert model.ops.device == made.model.ops.device and type(model.ops) is type(made.model.ops)
+    plain = Engine(EngineConfig.from_names(sizes), made)
+    assert answers(engine, PROMPTS) == answers(plain, PROMPTS)
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_an_engine_runs_on_it_and_keeps_its_promise(outside, tmp_path, model):
     """Together, in chunks, on small pages and alone: the same bits. And near what the CPU says."""

@@ -514,7 +514,7 @@ def test_behind_an_interruption_a_draft_is_told_of_no_step_that_came_before():
     speculation._rests = lambda acceptance, settled: True
     for _ in range(4):
         engine.step()
-    assert len(speculation._untold) == 3 and speculation._first is not None
+    assert len(speculation._unobserved) == 3 and speculation._first is not None
     engine._changing = True  # an interrupt struck
     told, tell = [], speculation.draft.observe
     speculation.draft.observe = lambda settled: (told.append(settled), tell(settled))
@@ -581,7 +581,7 @@ def guided(prompts: Sequence[tuple[int, ...]], wish: SamplingParams, wrong: Cont
         want.append(job.completions[0].token_ids)
     engine, asked = made(LLAMA, **NGRAM), list[set[int]]()
     speculation = engine.speculation
-    speculation.adaptive, speculation._say = True, None
+    speculation.adaptive, speculation._report = True, None
     numbers = {prompt: number for number, prompt in enumerate(prompts)}
 
     def tree(ask: DraftRequest) -> DraftTree:
@@ -709,7 +709,7 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
     engine = made(LLAMA, **NGRAM)
     speculation = engine.speculation
     speculation.adaptive, said = True, []
-    speculation._say = said.append
+    speculation._report = said.append
     speculation.costs[1] = costs(1.0, 4.0)
     speculation.costs[1].step = lambda depth, seconds, warmth: None
     wrong = DraftTree((60, 60), (0, 1))

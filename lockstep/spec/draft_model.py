@@ -14,8 +14,9 @@ from lockstep.types import RuleError
 
 
 def load(setup: DraftSetup) -> DraftModel:
-    """The model that the options name."""
-    return of(loader.load(str(setup.config.speculative_draft_model), setup.config), setup)
+    """The model that the options name, where the target is."""
+    config = replace(setup.config, device=setup.target.info.device.name)
+    return of(loader.load(str(config.speculative_draft_model), config), setup)
 
 
 def of(loaded: Loaded, setup: DraftSetup) -> DraftModel:

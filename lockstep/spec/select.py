@@ -16,7 +16,7 @@ from lockstep.run.runner import Chain, Runner
 from lockstep.spec.draft import Draft, DraftModel, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.spec.ngram import NgramDraft
-from lockstep.spec.speculation import Say, Speculation, TreeShape
+from lockstep.spec.speculation import Report, Speculation, TreeShape
 from lockstep.types import RuleError
 
 MOST = 1024  # tokens of a draft, and of all its levels
@@ -102,7 +102,7 @@ def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -
 
 
 def speculation(
-    config: EngineConfig, model: DraftModel | None, runner: Runner, info: Info, say: Say
+    config: EngineConfig, model: DraftModel | None, runner: Runner, info: Info, report: Report
 ) -> Speculation | None:
     """What the engine asks between steps; None if nothing is guessed."""
     if config.speculative_algorithm is None:
@@ -111,4 +111,4 @@ def speculation(
     draft: Draft = NgramDraft()
     if model is not None:
         draft = ModelDraft(model, runner, shape.top_k, shape.steps, most_rows(config), info)
-    return Speculation(draft, shape, runner, config.context_length or info.max_position, say)
+    return Speculation(draft, shape, runner, config.context_length or info.max_position, report)

@@ -25,11 +25,11 @@ from lockstep.sched.scheduler import Scheduler
 from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 ANY_ID = 0  # of a guess that nobody made
-TOLD = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
+OBSERVED_ROWS = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
 FIRST_TRY = 128  # steps from a rest that begins to the try of a new request, which costs some five
-NOTED = 8  # while all rest, one step of so many is timed
+TIMED_EVERY = 8  # while all rest, one step of so many is timed
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Speculation:
     adaptive = True
 
     def __init__(
-        self, draft: Draft, shape: TreeShape, runner: Runner, context_length: int, say: Say
+        self, draft: Draft, shape: TreeShape, runner: Runner, context_length: int, report: Report
     ) -> None:
         self.draft, self.shape = draft, shape
         self.costs: defaultdict[int, Costs] = defaultdict(Costs)  # by requests that decode, about
         self.runner, self.context_length = runner, context_length
         self._acceptance = Acceptance()  # of all requests
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
-        self._say: Say | None = say
+        self._report: Report | None = report
         self._begun = 0.0  # when the step was begun that is launched next; 0: it is not timed
         # the same of those under way, by their numbers, and how they were launched
         self._begins: dict[int, tuple[float, int]] = {}
@@ -88,12 +88,12 @@ class Speculation:
         # the first of the steps in which the same requests decoded plainly, of which the draft does
         # not know yet, and the states of all; the other steps are let go, and share their memory
         self._first: ScheduledStep | None = None
-        self._untold = list[Any]()
+        self._unobserved = list[Any]()
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
         self._begun, number = 0.0, scheduler.settled
-        if number % NOTED and self._rests(self._acceptance, number):
+        if number % TIMED_EVERY and self._rests(self._acceptance, number):
             return
         begun = self._begun = time.perf_counter()
         if not (wanted := self._wanted(scheduler)):
@@ -115,7 +115,7 @@ class Speculation:
             asks.append(DraftRequest(request, params, min(steps, nodes), nodes, go_on))
         if not asks:
             return
-        self._tell()
+        self._observe_plain()
         trees = self.draft.propose(asks)
         if even and shape.top_k == 1:
             trees = evened(asks, trees, shape)
@@ -167,12 +167,12 @@ class Speculation:
             self.costs[rounded(len(batch.rows))].step(depth, seconds, warmth)
         self._ended = now
         if not plain or (self._first is not None and self._first.batch is not batch):
-            self._tell()
+            self._observe_plain()
         if plain:
             self._first = self._first or step
-            self._untold.append(hidden)
-            if len(self._untold) >= min(self.draft.lag, TOLD // len(batch.rows)):
-                self._tell()
+            self._unobserved.append(hidden)
+            if len(self._unobserved) >= min(self.draft.lag, OBSERVED_ROWS // len(batch.rows)):
+                self._observe_plain()
             return
         entries, drafts, even = list[SettledRows](), list[tuple[int, ...]](), self.runner.even
         columns = batch.rows, step.cached_lens.tolist(), batch.begins, batch.first_samples
@@ -197,20 +197,20 @@ class Speculation:
 
     def forget(self) -> None:
         """Requests and their steps begin anew, behind an interruption."""
-        self._first, self._untold = None, []
+        self._first, self._unobserved = None, []
         self._first_try = self._acceptance.rests_until = 0
         self._begins.clear()
 
-    def _tell(self) -> None:
+    def _observe_plain(self) -> None:
         """The draft is told of steps in which the same requests decoded plainly, all at once."""
-        first, untold = self._first, self._untold
-        self._first, self._untold = None, []
+        first, unobserved = self._first, self._unobserved
+        self._first, self._unobserved = None, []
         if first is None:
             return
         every, begins = first.batch.rows, first.cached_lens.tolist()
-        width, states = len(every), [hidden for hidden in untold if hidden is not None]
+        width, states = len(every), [hidden for hidden in unobserved if hidden is not None]
         entries = [
-            SettledRows(rows.request, begin, tuple(range(i, len(untold) * width, width)))
+            SettledRows(rows.request, begin, tuple(range(i, len(unobserved) * width, width)))
             for i, (rows, begin) in enumerate(zip(every, begins, strict=True))
             if drafting(rows)
         ]
@@ -278,12 +278,12 @@ class Speculation:
             return self.shape.steps if self.draft.knows_chances or self.runner.even else 1
         acceptance.rests(settled)
         self._acceptance.rest, self._first_try = acceptance.rest, settled + FIRST_TRY
-        if self._say is not None:  # once
-            self._say(
+        if self._report is not None:  # once
+            self._report(
                 f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
                 f"their rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
             )
-            self._say = None
+            self._report = None
         return 0
 
     def _rests(self, acceptance: Acceptance, settled: int) -> bool:
