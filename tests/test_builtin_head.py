@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -61,6 +62,14 @@ def test_the_built_in_model_brings_its_head_along(target):
     assert {file.name for file in files} == {"config.json", "model.safetensors"}
     assert sum(file.stat().st_size for file in files) <= 4 << 20
     assert head.logits(torch.zeros(2, 256)).shape == (2, 4096)
+
+
+def test_the_committed_training_is_that_of_the_file():
+    file = BUILTIN / "eagle3" / "model.safetensors"
+    made = json.loads((ROOT / "bench/results/head-training.json").read_text())
+    assert made["weights_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    weights = {n: w for n, w in load_file(file).items() if n not in ("d2t", "t2d")}
+    assert made["parameters"] == sum(weight.numel() for weight in weights.values())
 
 
 @pytest.mark.parametrize("top_k", [1, 4])

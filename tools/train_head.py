@@ -2,7 +2,7 @@
 library.
 
 Three parts, one after the other: `prompts` cuts the library's files into prompts (on the CPU, once;
-the 32 files of `lockstep bench engine --speculative`, and all others that the model was not trained
+the 32 files of `lockstep bench speculative`, and all others that the model was not trained
 on, are left out), the target goes on behind them, greedily and sampled, and the head learns to go
 on with the target's states. In training as in use a draft step reads the state that the head itself
 made in the step before ("training-time test"). Plain float32 torch, a GPU if there is one:

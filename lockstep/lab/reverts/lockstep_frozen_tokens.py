@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep.lab.reverts import frozen
 
-SOURCE = "class: an input beside the buffers (house.md 4)"
+SOURCE = "class: an input beside the buffers"
 TARGET = "lockstep.run.runner:inputs"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
 RELATED = ("lockstep-frozen-slots", "lockstep-pad-tokens")
