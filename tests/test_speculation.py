@@ -570,6 +570,42 @@ def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
     assert speculation._wanted(scheduler) == {second: 1}, "a try"
 
 
+def test_a_new_request_has_a_try_behind_one_that_ended_in_a_try():
+    """Who has one token left guesses nothing: that he had never rested was taken for a rest of all,
+    and the next one rested for up to 1,024 steps without a try."""
+    engine = made(LLAMA, **NGRAM)
+    engine.add((4, 5) * 9, replace(PLAIN, max_tokens=3))
+    speculation, scheduler = engine.speculation, engine.scheduler
+    while not scheduler.running or scheduler.running[0].left > 1:
+        engine.step()
+    (first,), failed = scheduler.running, scheduler.settled
+    speculation.adaptive, speculation.costs[1] = True, costs(1.0, 4.0)
+    speculation._acceptance_of(first).rests_until = 0
+    speculation._acceptance.rests_until = speculation._first_try = failed
+    assert speculation._wanted(scheduler) == {}
+    run(engine)
+    engine.add((6, 5) * 9, PLAIN)
+    engine.step()
+    (second,) = scheduler.running
+    assert speculation._wanted(scheduler) == {second: 1}, "a try"
+
+
+def test_behind_an_interruption_rests_are_as_short_as_at_first():
+    """Whoever went on rested at once, for as long as the longest before had come to."""
+    engine = made(LLAMA, **NGRAM)
+    engine.add((4, 5) * 9, PLAIN)
+    engine.step()
+    speculation = engine.speculation
+    speculation._acceptance.rest, engine._changing = LONGEST_REST, True  # an interrupt struck
+    for _ in range(2):
+        engine.step()
+    scheduler = engine.scheduler
+    speculation.adaptive, speculation.costs[1] = True, costs(1.0, 4.0)
+    (request,) = scheduler.running
+    assert scheduler.counters["recovered"] == 1 and speculation._wanted(scheduler) == {}
+    assert speculation._acceptance_of(request).rests_until == scheduler.settled + REST
+
+
 def guided(prompts: Sequence[tuple[int, ...]], wish: SamplingParams, wrong: Container[int] = ()):
     """An engine that decodes these together, of which each is thought to be right always; what is
     guessed of it is, but for those that are `wrong`. And who is asked in which step."""

@@ -51,8 +51,8 @@ class Caps:
     invariances: frozenset[str] = frozenset()
 
 
-# No feature is left out; a backend states the rest.
-WHOLE = Caps(
+# What all backends of this package have. A new feature is stated by those that have it, not here.
+EVERY_FEATURE = Caps(
     layouts=frozenset(Layout),
     page_sizes=ANY_PAGE_SIZE,
     window=True,

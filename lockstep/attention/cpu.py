@@ -27,7 +27,7 @@ from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, RuleError
 BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
 PRODUCTS_PER_NS = 8  # of one thread
 CAPS = replace(
-    base.WHOLE,
+    base.EVERY_FEATURE,
     devices=frozenset({"cpu"}),
     activation_dtypes=frozenset({"float32"}),
     kv_dtypes=frozenset(KV_FORMATS),

@@ -22,7 +22,7 @@ from lockstep.plan.step import Bucket
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
 CAPS = replace(
-    base.WHOLE,
+    base.EVERY_FEATURE,
     devices=frozenset({"cpu", "cuda"}),
     activation_dtypes=frozenset({"float32", "bfloat16", "float16"}),
     kv_dtypes=frozenset(KV_FORMATS),

@@ -22,7 +22,7 @@ from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 CAPS = replace(
-    base.WHOLE,
+    base.EVERY_FEATURE,
     devices=frozenset({"cuda"}),
     activation_dtypes=frozenset({"bfloat16", "float16"}),
     kv_dtypes=frozenset({"bfloat16", "float16", "float8_e4m3"}),

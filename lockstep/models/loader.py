@@ -114,7 +114,7 @@ def built(
     described: Callable[[], Build[T]], what: str, entries: Entries | None, ops: Ops
 ) -> tuple[T, str]:
     """What `described()` makes of weights, and their digest: made once without numbers, to see that
-    the files hold what it asks for alone, then of that. Without files weights are drawn."""
+    the files hold all it asks for and no more, then of them. Without files weights are drawn."""
     asked, unused, known = dict[str, tuple[int, ...]](), list[str](), entries or {}
 
     def note(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -334,7 +334,7 @@ class Runner:
         return len(self.widths) > 1
 
     def keep(self, token_ids: Tensor, at: int = 0) -> Tensor:
-        """Where a step's samples lie for rows of the next that wait; guesses from GUESSES on."""
+        """Writes a step's samples where rows of the next read them; guesses from GUESSES on."""
         room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
         if len(token_ids) > room:
             rule = f"a step that is settled late samples at most {room:,} tokens"

@@ -132,7 +132,7 @@ class Line:
 
 @dataclass
 class Costs:
-    """Of steps in which so many decode together: plain ones, those that verify, and drafts."""
+    """Of steps in which so many decode: plain ones, those that verify, and drafts, by depth."""
 
     plain: Line = field(default_factory=Line)
     wide: Line = field(default_factory=Line)

@@ -1,9 +1,9 @@
-"""What a draft is: two verbs, `propose` trees of tokens and `observe` what was settled.
+"""What a draft is: it has to `propose` trees of tokens and to `observe` what was settled.
 
 A draft guesses; the target samples every node of the tree with its own noise and keeps a path for
 as long as the guess was its sample (`verify`): a bad draft costs time, and no bit. An algorithm is
 a file: `ngram.py` is a `Draft` by itself; `draft_model.py`, `eagle.py` and `eagle3.py` each have
-`load(setup) -> DraftModel`, which `model_draft.py` runs. The engine calls both verbs.
+`load(setup) -> DraftModel`, which `model_draft.py` runs. `Speculation` calls it.
 """
 
 from collections.abc import Sequence

@@ -14,8 +14,9 @@ from lockstep.types import RuleError
 
 
 def load(setup: DraftSetup) -> DraftModel:
-    """The model that the options name, where the target is."""
-    config = replace(setup.config, device=setup.target.info.device.name)
+    """The model that the options name, where and in the dtype that the target is."""
+    dtype = str(setup.target.model.ops.dtype).removeprefix("torch.")
+    config = replace(setup.config, device=setup.target.info.device.name, dtype=dtype)
     return of(loader.load(str(config.speculative_draft_model), config), setup)
 
 

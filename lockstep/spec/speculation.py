@@ -197,7 +197,7 @@ class Speculation:
 
     def forget(self) -> None:
         """Requests and their steps begin anew, behind an interruption."""
-        self._first, self._unobserved = None, []
+        self._first, self._unobserved, self._acceptance.rest = None, [], REST
         self._first_try = self._acceptance.rests_until = 0
         self._begins.clear()
 
@@ -236,10 +236,10 @@ class Speculation:
                 most[request] = deepest
         if not self.adaptive:
             return {request: min(n, shape.steps) for request, n in most.items()}
-        if not most:  # they rest until the first of them tries again
+        if not most:  # they rest until the first of them tries again; 0 is of who only ends
             own = [self._acceptance_of(r) for r in scheduler.running if r.spec.speculative]
-            if own:
-                self._acceptance.rests_until = min(each.rests_until for each in own)
+            first = min([each.rests_until for each in own], default=0)
+            self._acceptance.rests_until = first or self._acceptance.rests_until
             return {}
         together = dict[Acceptance, list[Request]]()  # who guesses, or does not, with whom
         for request in most:
@@ -267,7 +267,7 @@ class Speculation:
     def _costs(self, scheduler: Scheduler) -> tuple[Costs, int]:
         """Of steps of all who decode now, those who rest and those who do not speculate too, and
         how many these are; who moves in columns is not taken out of them."""
-        count = sum(each.members is not None or each.decodes for each in scheduler.running)
+        count = sum(r.members is not None or (r.decodes and r.left > 0) for r in scheduler.running)
         return self.costs[rounded(count)], count
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:

@@ -48,7 +48,7 @@ def verify(
 
 
 def accepted_path(draft: NodeRows, sampled: Sequence[int]) -> tuple[int, ...]:
-    """The nodes from the root on that were sampled behind their parents, who come first."""
+    """Nodes from the root on, each sampled behind its parent: these come first, siblings differ."""
     path, sample = [0], sampled[draft.first]
     for node, parent in enumerate(draft.parents):
         if parent == path[-1] and draft.token_ids[node] == sample:
