@@ -25,8 +25,9 @@ def inside(folder: Path, name: str) -> Path:
     roots = [folder.resolve()]
     if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
-    if not any(path.resolve().is_relative_to(root) for root in roots):
-        raise RuleError(rule, f"{name} → {path.resolve()}", "Replace the link by the file")
+    there = Path(os.path.realpath(path))  # also of a link to itself
+    if not any(there.is_relative_to(root) for root in roots):
+        raise RuleError(rule, f"{name} → {there}", "Replace the link by the file")
     return path
 
 

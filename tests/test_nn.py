@@ -762,6 +762,15 @@ def test_a_link_does_not_lead_out_of_the_folder(folder, name):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_link_to_itself_is_no_file(folder, name):
+    """Python's own error, with a path and no remedy, used to come out."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(name)
+    with pytest.raises(RuleError):
+        load(folder)
+
+
 def test_the_hubs_cache_links_into_its_own_blobs(folder):
     blobs, snapshot = folder.parent / "repo" / "blobs", folder.parent / "repo" / "snapshots" / "abc"
     blobs.mkdir(parents=True)

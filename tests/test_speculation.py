@@ -345,6 +345,31 @@ def test_guesses_are_as_deep_as_it_pays(share, seconds, depth):
     assert costs(*seconds).depths([right(share)], 4, 4) == [depth]
 
 
+def test_of_a_trial_a_shorter_time_alone_counts():
+    """Those of trials never did: a draft that had been slow once was thought to be so for good, and
+    who was always right rested. They begin cold, so a longer one tells nothing."""
+    seen = costs(1.0, 1.8, 0.5)
+    for _ in range(9):
+        seen.draft.add(4, 9.0, trial=True)
+    assert seen.draft.y == pytest.approx(0.5)
+    for _ in range(30):
+        seen.draft.add(4, 0.1, trial=True)
+    assert seen.draft.y == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_clock_that_stands_still_or_goes_back_measures_nothing():
+    """A plain step of no time was divided by ever after; one of less than none grew and grew."""
+    seen = Costs()
+    for seconds in (0.0, -1.0, 0.0, 0.0):
+        seen.step(0, seconds)
+        seen.step(4, seconds)
+    assert not seen.plain.known and not seen.wide.known
+    for _ in range(SEEN):
+        seen.step(0, 1.0)
+        seen.step(0, 0.0)
+    assert seen.plain.y == 1.0
+
+
 def test_what_is_not_known_yet_is_tried():
     seen = Costs()
     assert seen.depths([Acceptance()], 4, 4) == [0], "a plain step"

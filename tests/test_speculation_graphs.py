@@ -101,6 +101,25 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
             assert not {*late} & {DRAFT, EXTEND, VERIFY}, late
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("steps", [3, 7, 15])
+@pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
+def test_chains_are_as_long_for_who_is_near_the_contexts_end(how, steps, page_size, monkeypatch):
+    """Room was reserved for each one's own guesses, and rows laid for those of the longest: a plan
+    beyond the pages, and an error in every step."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    plain = replace(WISH, temperature=0, max_tokens=None)
+    asked = [(words(n, n), plain) for n in (CONTEXT - 40, CONTEXT - 4, CONTEXT - 10)]
+    own = {"page_size": page_size, "max_total_tokens": 4000}
+    want, _ = answers(made(LLAMA, **own), asked)
+    speculative = {**how, "speculative_num_steps": steps, "speculative_num_draft_tokens": None}
+    engine = recorded(LLAMA, True, monkeypatch, **own, **speculative)
+    got, counts = answers(engine, asked)
+    assert [each[:2] for each in got] == [each[:2] for each in want]
+    assert counts.drafted and engine.runner.replays[VERIFY] > 0
+
+
 @pytest.mark.parametrize("how", [NGRAM, CHAIN], ids=["ngram", "chain"])
 def test_buckets_that_a_config_names_have_no_recorded_widths_of_drafts(how, monkeypatch):
     engine = made(QWEN3, graphs=True, bucket_sizes=[512], **how)

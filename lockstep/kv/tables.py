@@ -192,9 +192,9 @@ class PageTable:
             scratch_ids = joined(own.scratch, got[pages:])
             self._set(g, RequestPages(page_ids, own.first_pos, scratch_ids, own.moves))
 
-    def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
+    def needs(self, kv_len: int, nodes: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""
-        return [sum(self._need(g, kv_len, nodes, cross_len)) for g in range(len(self.specs))]
+        return [sum(self._need(g, kv_len, nodes, 0)) for g in range(len(self.specs))]
 
     def room(self, g: int, more_pages: int = 0) -> int:
         """Keys that group g could hold with so many pages more."""

@@ -102,15 +102,17 @@ class Line:
     def known(self) -> bool:
         return self.count >= SEEN
 
-    def add(self, depth: float, seconds: float, warmth: int = PLAIN) -> None:
+    def add(self, depth: float, seconds: float, warmth: int = PLAIN, trial: bool = False) -> None:
+        """Of a trial, which begins cold, only what is shorter than was known counts."""
         if warmth == REPLAYED and not self.replayed:
             self.y, self.replayed = math.inf, True
         self.cold = warmth == COLD and not self.replayed
-        if self.replayed and warmth != REPLAYED:
+        about = self.y * max(1.0, depth / max(self.x, 1.0))  # a deeper one may take longer
+        later = trial and self.known and seconds > about
+        if later or seconds <= 0.0 or (self.replayed and warmth != REPLAYED):
             return
         most, weight = self.y, 1.0
-        if self.known and self.y < math.inf:  # a deeper one may take longer
-            about = self.y * max(1.0, depth / max(self.x, 1.0))
+        if self.known and self.y < math.inf:
             most, weight = OUTLIER * about, SMOOTH if seconds > about else SHORTER
         seconds, self.count, old = min(seconds, most), self.count + 1, 1.0 - weight
         self.y = seconds if old == 0.0 else self.y * old + seconds * weight

@@ -201,6 +201,8 @@ def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> Dr
     loader.check_numbers(raw)
     check_config(raw, setup.target, head.architecture)
     entries = None if setup.config.load_format == "dummy" else loader.scan(folder, MAPS)
+    if entries is not None:  # that of the vocabulary is the target's
+        loader.check_sizes({**raw, "vocab_size": None}, entries)
     build = partial(head.build, raw, loader.parse_config(folder, raw), setup=setup)
     return loader.built(lambda: build, "a head", entries, target.ops)[0].draft
 

@@ -381,8 +381,7 @@ class ModelDraft:
         self.runner.shift.zero_()  # early chains of the same requests may have left theirs
         out = self._begin(asks, sampler.settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
-        requests, slots = [ask.request for ask in asks], len(out.sampled[0])
-        self._made = Chains(requests, rows.how, guesses, slots)
+        self._made = Chains([ask.request for ask in asks], rows.how, guesses, len(out.sampled[0]))
         return [self._made.tree(k, ask.steps) for k, ask in enumerate(asks)]
 
     def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
@@ -410,8 +409,7 @@ class ModelDraft:
         plan, chain = self._plan(tables, lens, shape), Chain(self.model.kind, guesses)
         out = runner.run(plan, ints(-1 - nodes), kind, how, chain=chain)
         assert out.sampled is not None, "settings were given"
-        slots, number = len(out.sampled[0]), requests[0].launched_in
-        self._made = made._replace(slots=slots, number=number)
+        self._made = made._replace(slots=len(out.sampled[0]), number=requests[0].launched_in)
 
     def _taken(self, early: Chains, asks: Sequence[DraftRequest]) -> list[DraftTree] | None:
         """The chains that were made early, if all who ask have one and were in no step since: they

@@ -67,8 +67,7 @@ class Speculation:
     """Drafts of an engine's requests. Where launches that verify are recorded (`Runner.even`), all
     drafts of a step are as long, and it is all who guess or nobody."""
 
-    # off: always as deep as the shape allows; for the lab and for tests
-    adaptive = True
+    adaptive = True  # off: always as deep as the shape allows; for the lab and for tests
 
     def __init__(
         self, draft: Draft, shape: TreeShape, runner: Runner, context_length: int, report: Report
@@ -80,8 +79,7 @@ class Speculation:
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._report: Report | None = report
         self._begun = 0.0  # when the step was begun that is launched next; 0: it is not timed
-        # the same of those under way, by their numbers, and how they were launched
-        self._begins: dict[int, tuple[float, int]] = {}
+        self._begins: dict[int, tuple[float, int]] = {}  # of those under way, and how launched
         self._ended = 0.0  # when the last was settled
         self._trying = False  # what is asked for next is not expected to pay
         self._first_try = 0  # number of the step from which on a new request may try
@@ -102,17 +100,17 @@ class Speculation:
         costs, count = self._costs(scheduler)
         go_on = costs.go_on(len(wanted) / count) if self.adaptive else 0.0
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
-        behind = shape.steps if even else 0  # rows that make all as many
+        behind = shape.steps if even else 0  # rows that make all as many, and of chains the longest
+        longest = shape.rounded(max(wanted.values())) if even and shape.top_k == 1 else 0
         for request, steps in wanted.items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             if nodes < 1:
                 break
-            room = (request, steps + 1 + behind, shape.scratch(nodes))
+            room = (request, max(steps, longest) + 1 + behind, shape.scratch(nodes))
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
-            params = params_of(request)
-            asks.append(DraftRequest(request, params, min(steps, nodes), nodes, go_on))
+            asks.append(DraftRequest(request, params_of(request), min(steps, nodes), nodes, go_on))
         if not asks:
             return
         self._observe_plain()
@@ -123,9 +121,8 @@ class Speculation:
             if tree.token_ids:
                 ask.request.draft = tree
         self._begun = time.perf_counter()
-        if not (self._trying and costs.draft.replayed):  # who has rested catches up
-            deepest = max(ask.steps for ask in asks)
-            costs.draft.add(deepest, self._begun - begun, self.runner.warmth)
+        deepest = max(ask.steps for ask in asks)
+        costs.draft.add(deepest, self._begun - begun, self.runner.warmth, self._trying)
 
     def hold(self, step: ScheduledStep) -> bool:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
