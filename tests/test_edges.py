@@ -149,6 +149,10 @@ def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.Mo
     assert text.splitlines()[-1] == f"total {(252 + 16) * PAGE:,} B"
 
 
+def test_a_cache_takes_a_part_of_what_is_free():
+    assert all(0 < part < 1 for part in memory.FRACTIONS)
+
+
 def test_a_window_never_needs_more_than_the_whole_cache():
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8, max_total_tokens=100)
     found, text = memory.cache_size((FULL, WINDOW), config, 1001, CPU)

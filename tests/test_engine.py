@@ -202,6 +202,7 @@ def test_nan_logits_end_their_request_and_nothing_else():
         ((1,) * 150, PARAMS, r"context of 160; got 150 \+ 20. Use max_tokens of at most 10"),
         ((1,), replace(PARAMS, logit_bias={61: 1.0}), "logit_bias names tokens from 0 to 60"),
         ((1,), replace(PARAMS, stop_token_ids=(99,)), "stop_token_ids"),
+        ((1,), replace(PARAMS, stop_token_ids=(61,)), "stop_token_ids"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_is_right(prompt, params, match):

@@ -115,6 +115,10 @@ def test_the_most_blocks_of_a_bucket_are_reached_and_not_exceeded():
         assert len(blocks(plan, size)) == most_blocks(FULL, plan.bucket)
 
 
+def test_a_block_has_a_row_whatever_the_group():
+    assert block_rows(replace(FULL, heads=4096, kv_heads=1)) == 1
+
+
 # ---- pages ----
 
 

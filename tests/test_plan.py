@@ -386,10 +386,13 @@ def test_two_requests_may_read_one_page_but_not_write_it():
         ({"cached_len": -1}, "at least one row"),
         ({"cached_len": 2**31 - 2, "new_len": 5}, "fit in int32"),
         ({"emit": (7,)}, "emit names rows"),
+        ({"emit": (0, 3)}, "row 3 of 3"),
         ({"pages": ()}, "one entry of pages per group"),
         ({"pages": (None,)}, "a cached group needs pages"),
         ({"cached_len": 12}, "pages cover its keys"),
         ({"cross_new": 1}, "an encoder is written whole"),
+        ({"cross_new": 1, "cross_len": 9}, "an encoder is written whole"),
+        ({"cross_new": 3, "cross_len": 2}, "an encoder is written whole"),
     ],
 )
 def test_a_work_that_makes_no_sense_is_refused(fields, match):

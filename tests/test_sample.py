@@ -150,7 +150,7 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 
 def test_ids_are_checked_against_a_vocabulary():
-    SamplingParams(logit_bias={9: 1}, stop_token_ids=[9], logprobs=10).check_vocab(10)
+    SamplingParams(logit_bias={0: 1, 9: 1}, stop_token_ids=[0, 9], logprobs=10).check_vocab(10)
     for bad in (
         {"logit_bias": {10: 1}},
         {"stop_token_ids": [10]},

@@ -277,8 +277,8 @@ class Speculation:
         self._acceptance.rest, self._first_try = acceptance.rest, settled + FIRST_TRY
         if self._report is not None:  # once
             self._report(
-                f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
-                f"their rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
+                f"speculation: guesses, {acceptance.rate:.0%} of them right, do not pay for their "
+                f"rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
             )
             self._report = None
         return 0
