@@ -252,6 +252,12 @@ def test_the_built_in_model_writes_python_and_says_what_it_is(llm):
     assert "certificate=" in out.fingerprint and "certificate=none" not in out.fingerprint
 
 
+def test_the_text_of_an_output_is_its_first_completions(llm):
+    (out,) = llm.generate("def", SamplingParams(max_tokens=8, temperature=1.0, seed=1, n=3))
+    texts = [each.text for each in out.completions]
+    assert out.text == texts[0] and len({*texts}) == 3, texts
+
+
 def test_a_stream_is_the_unary_answer(llm):
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=1, stop=["return"])
     (out,) = llm.generate("def add(a, b):\n", params)
@@ -384,7 +390,7 @@ def test_items_are_forks_of_one_prompt():
 @pytest.mark.parametrize(
     ("items", "rule"),
     [
-        ([], "there is an item"),
+        ([], r"there is an item.*got 0 items, \d+ \+ 0 tokens"),
         ([[]], "at least one token"),
         ([[1], [4096]], "a token id is a whole number"),
         ([[5] * 2048], "fit into the context"),
