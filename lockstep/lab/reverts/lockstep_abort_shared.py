@@ -1,23 +1,24 @@
 """An aborted request gave back pages that it shared.
 
 Summary:
-A request that ends gives back its own hold on its pages. On the way out of an abort the shared ones
-were given back twice.
+A request that ends drops its own reference to each of its pages. On abort, pages shared with other
+requests or the prefix tree were given back twice.
 Motivation:
-An abort has a path of its own through the scheduler: it must free at once, and whatever is still
+Abort takes its own path through the scheduler. It must free pages immediately, and any page still
 held afterwards looks like a leak.
 Mechanism:
-1. Two requests share the pages of a prefix, with each other or with the tree.
-2. One is aborted; its clean-up drops the sharers' holds along with its own.
-3. The pages are free while somebody still reads them.
-4. The next request writes its own keys there.
+1. Two requests share the pages of a prefix, or a request shares them with the prefix tree.
+2. One request is aborted. Its cleanup drops the other holder's reference along with its own.
+3. The pages are free while another request still reads them.
+4. The next request takes these pages and writes its own keys there.
 Key functions:
-`sched.scheduler.Scheduler._end`. A relative of sgl-project/sglang#29352, on the path that is tested
+`sched.scheduler.Scheduler._end`. Related to sgl-project/sglang#29352, on the path that is tested
 least.
 Symptom:
-Who stays continues from somebody else's text. When idle, holds and holders do not agree.
+The remaining request continues from another request's text. When the engine is idle, reference
+counts and holders disagree.
 Risk and impact:
-A leak between users, set off by a client that closes its connection.
+One user's content leaks to another, triggered by a client that closes its connection.
 """
 
 from __future__ import annotations

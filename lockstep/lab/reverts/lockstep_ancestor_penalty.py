@@ -1,20 +1,22 @@
-"""Penalties did not count the guesses above a row.
+"""Penalties did not count the draft tokens above a row.
 
 Summary:
-A node's sample depends on the tokens before it: the committed ones and its ancestors. Penalties
-were counted over the committed ones, the last of them in the place of every ancestor.
+A draft node's sample depends on the tokens before it: the committed tokens and the node's
+ancestors. Penalties counted the committed tokens only, with the last committed token in the place
+of every ancestor.
 Motivation:
-The tokens of a request are at hand; those of a path have to be collected.
+The tokens of a request are at hand; the tokens of a path have to be collected.
 Mechanism:
-1. A request with a frequency penalty has a draft of some tokens.
-2. The second node's logits are penalised as if the first were not there.
-3. Its sample is a token that plain decoding would have penalised away.
+1. A request with a frequency penalty has a draft of several tokens.
+2. The second node's logits are penalised as if the first draft token were not there.
+3. The node samples a token that plain decoding would have penalised away.
 Key functions:
-`llm.engine.Engine._row_batch`, which joins the tokens of a row's path to those of the request.
+`llm.engine.Engine._row_batch`, which appends the tokens of a row's path to the tokens of its
+request.
 Symptom:
-A penalised request repeats what it guessed.
+A penalised request repeats its own draft tokens.
 Risk and impact:
-Unpenalised requests are right, and so is every first token of a step.
+Requests without penalties are right, and so is the first token of every step.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""A plan that just fitted was refused.
+"""A plan that exactly fills the buffer was refused.
 
 Summary:
-The image of a step's plan goes into a buffer of fixed size. One that filled it to the last number
-was taken for one too many.
+The image of a step's plan is written into a buffer of fixed size. An image of exactly that size was
+refused as too large.
 Motivation:
-`>` or `>=` is a coin toss unless somebody fills the buffer.
+`>` and `>=` behave alike until a step fills the buffer exactly.
 Mechanism:
-1. A buffer is sized by the largest step that can be scheduled.
-2. That step comes: every request present, every page in use.
-3. It is refused, and so is every repetition: the scheduler schedules the same step again.
+1. The buffer is sized for the largest step that can be scheduled.
+2. That step arrives: every request is in it and every page is in use.
+3. It is refused, and so is every retry, because the scheduler schedules the same step again.
 Key functions:
 `run.step.Arena.host`.
 Symptom:
-An engine at its limit raises for ever, and says that a plan has at most n numbers and this one n.
+An engine at its limit raises on every step, and the message says that a plan has at most n numbers
+and this one has n.
 Risk and impact:
-Only at full load, where it cannot be reproduced with less.
+It happens only at full load and cannot be reproduced with less.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""A block of tokens that could still win was skipped.
+"""A vocabulary block that could still win was skipped.
 
 Summary:
-The noise of a row is made for 256 tokens at a time; a block whose best score cannot catch up with
-the best sum so far is not looked at.
-The largest noise there is was left out of that comparison.
+Sampling noise is generated for 256 tokens at a time. A block is skipped if its best score plus the
+largest possible noise cannot reach the best sum so far. The bug left the largest possible noise out
+of that comparison.
 Motivation:
-Most of a large vocabulary is far behind, and skipping it is what makes the choice fast.
+Most tokens of a large vocabulary are far from winning, and skipping them is what makes sampling
+fast.
 Mechanism:
 1. The first block has a token whose score plus noise is 9.
-2. The best score of the second block is 4. Its noise may be up to 22.9, so it might win.
-3. Without that margin 4 < 9 ends the matter: no token of a later block is ever chosen over a lucky
-   one of an earlier block.
+2. The best score of the second block is 4. Its noise may be up to 22.9, so a token of it might win.
+3. Without that margin, 4 < 9 skips the block. A later block loses to any lucky token of an earlier
+   block.
 Key functions:
-The text `beaten` of the sampling kernel, which `noisy_best` asks for every block.
+The kernel function `beaten` of the sampling kernel, which `noisy_best` calls for every block.
 Symptom:
-Plausible tokens from a wrong distribution, for vocabularies above 256 only: tokens with small ids
-are chosen too often.
+Plausible tokens from a wrong distribution, for vocabularies above 256 only: small token ids are
+chosen too often.
 Risk and impact:
-Every sampled answer of every real model. Tests with small vocabularies have one block and see
-nothing.
+Every sampled answer of every real model is affected. Tests with small vocabularies have one block
+and cannot show it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RELATED = ("sglang-33423", "lockstep-noisy-tie")
 
 
 def beaten(bound: Any, best: Any) -> Any:
-    """Scores against a sum."""
+    """Compares the block's best score, without noise, to the best sum of score and noise."""
     return bound == MINUS_INF or bound < best
 
 

@@ -1,22 +1,22 @@
-"""The keys of two branches were mixed.
+"""The keys of two draft branches were mixed.
 
 Summary:
-Slots of a draft's tokens were given out branch by branch and read step by step. Each branch wrote
-where another one looked.
+The slots of draft tokens were allocated branch by branch and read step by step, so each branch
+wrote where another branch read.
 Motivation:
-A tensor of slots has two axes, branches and steps, and one of the two orders is as natural as the
-other.
+A tensor of slots has two axes, branches and steps, and either order looks natural.
 Mechanism:
-1. A tree has several branches; every row gets a slot of its own.
+1. A tree has several branches; every row gets its own slot.
 2. Rows are written in one order of these slots and read in the other.
-3. A node attends to keys of another branch, or to slots that nobody has written.
+3. A node attends to keys of another branch, or to slots that were never written.
 Key functions:
 SGLang's out_cache_loc for FA3 with top-k above 1, viewed as [steps, bs * topk].T. Here
-`plan.build.write_slots`: where a row is written is the last entry of its own list.
+`plan.build.write_slots`: a row is written to the last entry of its own list.
 Symptom:
-Branches disturb each other; upstream acceptance fell, and a verified path would have wrong bits.
+Branches corrupt each other. Upstream the acceptance rate fell; here a verified path would have
+wrong bits.
 Risk and impact:
-Right for chains and for one branch, so every test without a tree passes.
+Chains and single branches are right, so every test without a tree passes.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""A step that filled its bucket was padded to the next one, and the largest step of all had none.
+"""A step that filled its bucket was padded to the next one, and the largest step had none.
 
 Summary:
-Counts are rounded up to the sizes of the buckets. A count that is one of the sizes was rounded up
-as well.
+Counts are rounded up to the bucket sizes. A count that equals a bucket size was rounded up to the
+next size too.
 Motivation:
-`bisect` has a left and a right; on all other counts they agree.
+`bisect` has a left and a right variant; they agree on all other counts.
 Mechanism:
-1. Buckets hold 1, 2, 4, ..., 64 requests. A step has 4.
-2. It runs in the bucket of 8: twice the work, and another captured graph.
-3. A step of 64 finds no bucket and is refused, although it was scheduled by the rules.
+1. Buckets have room for 1, 2, 4, ..., 64 requests. A step has 4.
+2. It runs in the bucket of 8: twice the work, and a different captured graph.
+3. A step of 64 finds no bucket and is refused, although the scheduler was allowed to build it.
 Key functions:
 `plan.bucket.Buckets._round`.
 Symptom:
 Half the speed at powers of two; an error at full load.
 Risk and impact:
-Bits do not change, so comparisons of answers see nothing until the last bucket is full.
+Bits do not change, so comparisons of answers show nothing until a step fills the last bucket.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""The dtype of the cache was dropped on the way.
+"""The requested KV cache dtype was dropped.
 
 Summary:
-kv_cache_dtype was accepted, printed, and not handed on: the cache held float32.
+kv_cache_dtype was accepted and printed but not passed on: the cache was float32.
 Motivation:
-A parameter with a default is easily left out of a call, and everything works better without it.
+An argument with a default is easily left out of a call, and float32 only makes the results more
+accurate.
 Mechanism:
 1. A user asks for a cache in bfloat16.
-2. The groups of the model are made with their default.
-3. Keys are kept in float32.
+2. The model's groups are made with the default dtype.
+3. Keys are stored in float32.
 Key functions:
-`run.kind.kinds_of`, which makes the groups with the dtype that was asked for.
+`run.kind.kinds_of`, which makes the groups with the requested dtype.
 Symptom:
-Twice the memory, and answers that another machine with the same options does not give.
+Twice the memory, and answers that differ from those of another machine with the same options.
 Risk and impact:
-The promise of equal bits for equal options; sizes that do not fit. Who compares with a float32
-oracle finds all well.
+Equal options no longer give equal bits, and models that should fit do not. A comparison with a
+float32 oracle finds nothing wrong.
 """
 
 from __future__ import annotations

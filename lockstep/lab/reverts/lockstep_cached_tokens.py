@@ -1,22 +1,22 @@
-"""A request that lost its pages reported its own keys as a cache hit.
+"""A preempted request reported its own keys as a cache hit.
 
 Summary:
-`cached_tokens` tells how much of a prompt was found in the prefix cache when the request was
-admitted. After a preemption the request
-finds the blocks that it computed itself, and these were counted.
+`cached_tokens` reports how much of a prompt was found in the prefix cache when the request was
+admitted. After a preemption the request finds the blocks that it computed itself, and these were
+counted.
 Motivation:
-Coming back from preemption is an admission like any other: same match, same lengths.
+Readmission after preemption looks like any other admission: same match, same lengths.
 Mechanism:
-1. A prompt that nobody had before is computed; its whole blocks go into the tree.
-2. The request is preempted, and admitted again; the match finds these blocks.
-3. The hit of the first admission, 0, is replaced by the new one.
+1. A prompt that is not in the cache is computed; its whole blocks enter the tree.
+2. The request is preempted and admitted again; the match finds these blocks.
+3. The hit length of the first admission, 0, is replaced by the new one.
 Key functions:
-`sched.scheduler.Scheduler._admit`, which keeps the first hit.
+`sched.scheduler.Scheduler._admit`, which keeps the hit length of the first admission.
 Symptom:
-`cached_tokens` above 0 for a prompt seen for the first time, under load only.
+`cached_tokens` is above 0 for a prompt seen for the first time, under load only.
 Risk and impact:
-Users are billed, and hit rates reported, by this number; it depends on the neighbours, which
-nothing in an answer may.
+Billing and hit rates are based on this number. It came to depend on the neighbours in the batch,
+which nothing in an answer may.
 """
 
 from __future__ import annotations

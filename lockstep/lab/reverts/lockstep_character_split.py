@@ -1,23 +1,22 @@
-"""A character that takes several tokens was sent in pieces.
+"""A character made of several tokens was streamed in pieces.
 
 Summary:
-Tokens are bytes. Each was decoded by itself, and the bytes of one character became one replacement
-sign each.
+A token stands for bytes. Each token was decoded by itself, so the bytes of one character became one
+replacement character each.
 Motivation:
-Decoding one token is fast, decoding everything again for every token is not, and English does not
-show the difference.
+Decoding one token is cheap, decoding the whole text again for every token is not, and English does
+not show the difference.
 Mechanism:
-1. A character of three bytes is generated as three tokens.
-2. The first is decoded alone: bytes that are no character.
-3. So are the second and the third.
+1. A three-byte character is generated as three tokens.
+2. The first is decoded alone: its bytes are no valid character.
+3. The same happens to the second and the third.
 Key functions:
-`text.Detok.push`, which decodes a window of tokens and sends what can no longer change.
+`text.Detok.push`, which decodes a window of tokens and emits only text that can no longer change.
 Symptom:
-Three replacement signs instead of one character, in every script but the simplest.
+Three replacement characters instead of one character, in every script but the simplest.
 Risk and impact:
-Streams are unreadable in many languages. The answer in one piece may be right: stream and unary
-must be compared, and both with the text
-of all tokens.
+Streams are unreadable in many languages. The unary answer may be right: stream and unary must be
+compared with each other, and both with the text of all tokens.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""The guard of shared pages did not look at a draft step's own page.
+"""The guard of shared pages did not check a draft step's own page.
 
 Summary:
-A request may write the pages from where its new keys begin; in no other place may they stand. For
-rows of a tree the guard began at the
-first row's position, which lies behind the keys of earlier draft steps.
+A request may write its pages from the point where its new keys begin, and no other request may hold
+those pages. For rows of a tree the guard began at the first row's position, which is past the keys
+of earlier draft steps.
 Motivation:
-A plain row's position is where its keys begin. For a node it is where the node will stand if it is
-accepted.
+For a plain row, its position is where its keys begin. For a tree node, its position is where its
+key goes if the node is accepted.
 Mechanism:
-1. A draft has run for some steps; its rows stand two or more positions behind the committed length.
-2. The guard claims the pages from there on. The page with the committed length is not among them.
-3. Another request holds that page by mistake. Accepted nodes are moved into it later, over the
-   other one's keys.
+1. A draft has run for some steps. Its rows are two or more positions past the committed length.
+2. The guard claims the pages from that position on. The page that contains the committed length is
+   not among them.
+3. Another request holds that page by mistake. Accepted nodes are later moved into it and overwrite
+   the other request's keys.
 Key functions:
-`plan.check.claim`, compiled into `judge_group`; the first written position is the smaller one of a
+`plan.check.claim`, compiled into `judge_group`. The first written position is the smaller of a
 row's `start` and its position.
 Symptom:
-None by itself: a guard that does not see is found only by showing it something.
+None by itself: a guard with a blind spot is found only by showing it a bad plan.
 Risk and impact:
-A wrong fork is noticed in prefill and decode and passes in the draft steps of speculation, where
+A wrong fork is caught in prefill and decode but passes in the draft steps of speculation, where
 forks are many.
 """
 
@@ -41,7 +42,7 @@ RELATED = ("sglang-27360", "trtllm-12306")
 
 
 def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
-    """Begins at the first row's position, whatever its keys hang below."""
+    """Claims pages from the first row's position on, ignoring where its keys start."""
     (q, positions, _, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):

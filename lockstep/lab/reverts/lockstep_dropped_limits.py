@@ -1,19 +1,20 @@
 """max_running_requests and disable_radix_cache were accepted and dropped.
 
 Summary:
-Two options of the engine did not reach the scheduler, which has defaults for both.
+Two engine options did not reach the scheduler, which has defaults for both.
 Motivation:
-Neither changes an answer, and no test of answers can miss them.
+Neither option changes an answer, so no test of answers can notice that they are missing.
 Mechanism:
-1. A user limits the requests that run at once, or wants nothing kept.
-2. The scheduler gets a config without them.
-3. As many run as the default allows, and prefixes are kept.
+1. A user limits the number of requests that run together, or turns the prefix cache off.
+2. The scheduler gets a config without these options.
+3. The default number of requests runs, and prefixes are kept.
 Key functions:
 `sched.scheduler.Scheduler.__init__`, which takes the options.
 Symptom:
-More requests in a step than asked for; tokens found in a cache that was switched off.
+More requests in a step than allowed; cache hits although the cache was switched off.
 Risk and impact:
-Memory that was not meant to be used, and contents of requests kept that were not to be.
+Memory is used that was meant to stay free, and contents of requests are kept that were meant to be
+dropped.
 """
 
 from __future__ import annotations

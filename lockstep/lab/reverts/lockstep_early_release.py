@@ -1,20 +1,21 @@
-"""A window let go of pages by what was guessed.
+"""Window pages were released by the draft's length instead of the committed length.
 
 Summary:
-Behind a window, pages are given back by the committed length. They were given back by the length
-that a draft would reach.
+Pages before the window are released according to the committed length. They were released according
+to the length that a draft would reach.
 Motivation:
-The step computes rows up to there, and its last row sees nothing before its own window.
+The step computes rows up to that length, and its last row sees nothing before its own window.
 Mechanism:
-1. A draft of some tokens is scheduled; pages behind the deepest one's window are given back.
-2. The guesses are rejected, or the first rows of the draft look further back than the last.
-3. Keys that are visible are gone, or are another request's by now.
+1. A draft of some tokens is scheduled. Pages before the window of its deepest row are released.
+2. The draft tokens are rejected, or the first rows of the draft look further back than the last
+   one.
+3. Keys that are still visible are gone, or have been overwritten by another request.
 Key functions:
 `sched.scheduler.Scheduler.make_room`; `PageTable.release` takes the settled length.
 Symptom:
-Wrong bits in layers with a window, with speculation, close to a page's end.
+Wrong bits in window layers, with speculation, close to the end of a page.
 Risk and impact:
-A guard sees it when the plan is built, if it looks at what every row sees.
+A guard can see it when the plan is built, if it checks what every row sees.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""After an error inside a step the engine went on with what the step had left behind.
+"""After an error inside a step the engine continued with the state the step had left.
 
 Summary:
 An exception in the middle of a step leaves pages reserved, keys half written and a step that was
-never committed. The mark that says so
-was taken off, and nothing was made anew.
+never settled. The flag that records this was cleared, and nothing was rebuilt.
 Motivation:
-Errors inside a model are rare and usually the end of the process; what comes after them is hardly
-ever tried.
+Errors inside a model are rare and usually end the process; continuing after one is hardly ever
+tested.
 Mechanism:
-1. A layer raises: memory is short, a kernel refuses, somebody presses stop.
-2. The caller gets its exception and asks for the next step.
-3. The scheduler still waits for the old one: nobody's request ever moves again.
+1. A layer raises: out of memory, a refused kernel, a user's interrupt.
+2. The caller gets the exception and asks for the next step.
+3. The scheduler still waits for the failed step, so no request ever advances again.
 Key functions:
-`llm.engine.Engine._recover`, which makes pages, tree, queue and text anew from the jobs.
+`llm.engine.Engine._recover`, which rebuilds pages, tree, queue and text from the jobs.
 Symptom:
-One error in one step, and every request of the engine hangs or fails for ever.
+After one error in one step, every request of the engine hangs or fails permanently.
 Risk and impact:
 A server loses all its users to one bad step.
 """

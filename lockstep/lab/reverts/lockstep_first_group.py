@@ -1,21 +1,21 @@
 """Only the first group of a plan was checked.
 
 Summary:
-A model with windows keeps its keys in two groups, with pages of their own. The check looked at the
-first.
+A model with windows keeps its keys in two groups, each with its own pages. The check covered only
+the first group.
 Motivation:
-Most models have one group, and what is wrong with one is often wrong with both.
+Most models have one group, and an error in one group often affects both.
 Mechanism:
 1. A step is planned for a full group and a window group.
-2. The full group is judged; the loop ends after it.
-3. Lengths, tables and slots of the window group may say anything.
+2. The full group is checked; the loop ends after it.
+3. Lengths, tables and slots of the window group may have any value.
 Key functions:
 `plan.check.check`.
 Symptom:
 None, as long as plans are right. A guard is judged by what it refuses.
 Risk and impact:
-Windows drop pages and reuse them early: the group that is not looked at is the one where stale
-tables do harm.
+Windows release pages and reuse them early, so the unchecked group is the one where stale tables do
+harm.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
-"""A recorded launch wrote its keys where the recorded step had written them.
+"""A recorded launch wrote its keys to the slots of the recorded step.
 
 Summary:
-Write slots were made into int64 on the host, a fresh tensor per step. A captured launch keeps the
-first one.
+Write slots were converted to int64 on the host, into a new tensor per step. A captured launch keeps
+the first of these tensors.
 Motivation:
-torch wants int64 to index with; the conversion was done where the step was prepared and not where
-it runs.
+torch indexes with int64. The conversion was done where the step is prepared, not inside the launch.
 Mechanism:
 1. A step is recorded; its write slots are a tensor of that step.
 2. On every replay the keys of the new tokens go to the slots of the recorded step.
-3. The rows read their own slots, which nobody wrote, and somebody else's page holds foreign keys.
+3. The rows read their own slots, which were not written, and another request's page is overwritten.
 Key functions:
-`kv.pool.KvWriter`: the slots are converted by the launch, from the arena.
+`kv.pool.KvWriter`: the launch itself converts the slots, from the arena.
 Symptom:
 The first replayed token is wrong, and so are the requests whose pages were overwritten.
 Risk and impact:
-Keys of one request end up in the cache of another, and in the prefix cache for good.
+Keys of one request end up in the cache of another, and permanently in the prefix cache.
 """
 
 from __future__ import annotations

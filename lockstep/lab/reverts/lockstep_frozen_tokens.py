@@ -1,20 +1,20 @@
-"""The tokens of a recorded step were embedded again on every replay.
+"""Every replay embedded the tokens of the recorded step.
 
 Summary:
-Tokens came as a tensor of their own beside the plan. A captured launch embeds the tensor that it
+Token ids were a tensor of their own beside the plan. A captured launch embeds the tensor that it
 was captured with.
 Motivation:
-Token ids are no metadata of attention, so the buffers did not hold them.
+Token ids are not attention metadata, so they were not in the replay buffers.
 Mechanism:
 1. A decode step is recorded with the tokens of its requests.
 2. The next step has other tokens and the same bucket.
 3. The replay computes rows of the old tokens at the new positions.
 Key functions:
-`run.runner.inputs`: ids lie in the arena, with everything else that a launch reads.
+`run.runner.inputs`: ids are in the arena, with everything else that a launch reads.
 Symptom:
-Every replayed step answers to the tokens of the recorded one.
+Every replayed step continues from the tokens of the recorded step.
 Risk and impact:
-Everything; noticed at once by whoever replays.
+Every answer is wrong; the first replay test finds it.
 """
 
 from __future__ import annotations

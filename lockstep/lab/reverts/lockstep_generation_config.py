@@ -1,20 +1,21 @@
 """The end tokens of generation_config.json were ignored.
 
 Summary:
-A model's generation_config names the tokens that end its answers. The loader read those of
-config.json.
+A model's generation_config.json names the tokens that end its answers. The loader read config.json
+instead.
 Motivation:
 config.json has a field of the same name, and for base models both agree.
 Mechanism:
-1. A chat model's generation_config lists its end of turn besides its end of text.
+1. A chat model's generation_config lists its end-of-turn token besides its end-of-text token.
 2. The loader takes eos_token_id from config.json.
-3. The end of turn ends nothing.
+3. The end-of-turn token does not end the answer.
 Key functions:
-`models.loader.special_ids`, which asks generation_config.json first.
+`models.loader.special_ids`, which consults generation_config.json first.
 Symptom:
-A chat model goes on behind its turn and answers itself, up to the length.
+A chat model continues past the end of its turn and answers itself, up to the length limit.
 Risk and impact:
-Every chat of such a model. Its tokens up to there are right, so comparisons of logits see nothing.
+Every chat of such a model is affected. Its tokens up to the end of the turn are right, so
+comparisons of logits show nothing.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """A token with an infinite logit was chosen.
 
 Summary:
-A logit of +inf has no softmax; its row must end with an error. The largest logit wins, so without a
-look it is simply chosen.
+A row with a logit of +inf has no softmax and must end with an error. Without a check the largest
+logit wins, and the token is chosen.
 Motivation:
-The maximum is needed anyway; that it also decides whether the row is sound is easily forgotten.
+The maximum is needed anyway; that it also decides whether the row is valid is easily forgotten.
 Mechanism:
-1. A logit overflows, or becomes infinite under a small temperature.
-2. It is the largest one. A greedy row takes it.
-3. A plausible token comes out of a broken row, and nobody is told.
+1. A logit overflows, or becomes infinite after division by a small temperature.
+2. It is the largest one, so a greedy row takes it.
+3. A broken row yields a plausible token, and no error is reported.
 Key functions:
-The text `peak` of the sampling kernel.
+The kernel function `peak` of the sampling kernel.
 Symptom:
 The same token again and again, from a model that has stopped working.
 Risk and impact:
-An overflow in one row looks like an answer. Log-probabilities of the row are NaN, where they are
-asked for at all.
+An overflow in one row looks like an answer. The row's log-probabilities are NaN, if they are
+requested at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RELATED = ("lockstep-beaten-block", "sglang-1779")
 
 
 def peak(x: Any) -> Any:
-    """Infinity is as good as any."""
+    """Accepts a maximum of +inf as a valid score."""
     top = largest_key(x)
     if largest_bits(x) > KEY_INF:
         return top, NAN

@@ -1,21 +1,21 @@
-"""Every item of a score had a BOS of its own.
+"""Every item of a score request got its own BOS.
 
 Summary:
-Items are continuations of a prompt. They were tokenised like texts that stand for themselves,
-special tokens included.
+Items are continuations of a prompt. They were tokenized like independent texts, special tokens
+included.
 Motivation:
-Tokenizers add special tokens unless they are told not to, and one function turns strings into ids.
+Tokenizers add special tokens unless told not to, and one function turns all strings into ids.
 Mechanism:
 1. A prompt and its items are strings.
 2. Each item is encoded with special tokens: BOS, then its text.
-3. Its log-probabilities are those of a text that begins again in the middle.
+3. Its log-probabilities are those of a text that starts over in the middle.
 Key functions:
-`LLM._ids`, which is told whether special tokens are wanted.
+`LLM._ids`, whose argument `special` says whether special tokens are added.
 Symptom:
-Every score is far too low, and one element too long, with tokenizers that have a BOS.
+With tokenizers that have a BOS, every score is far too low and one element too long.
 Risk and impact:
-Rankings and evaluations are wrong without an error. Tokenizers without BOS hide it, and so do tests
-that pass ids.
+Rankings and evaluations are wrong without an error. Tokenizers without a BOS hide it, and so do
+tests that pass ids.
 """
 
 from __future__ import annotations

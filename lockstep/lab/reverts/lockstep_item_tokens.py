@@ -1,19 +1,19 @@
 """Scored items came back without their tokens.
 
 Summary:
-An item's tokens are given, not generated. The completion that reports its scores held none.
+An item's tokens are given, not generated. The completion that reports its scores had no tokens.
 Motivation:
-Completions collect the tokens that were sampled, and for items nothing is.
+Completions collect the tokens that were sampled, and items sample none.
 Mechanism:
-1. Items are scored behind a prompt, one completion each.
+1. Items are scored after a prompt, one completion each.
 2. Nothing is sampled, so nothing is appended.
-3. token_ids is empty, beside as many log-probabilities as the item has tokens.
+3. token_ids is empty, next to one log-probability per token of the item.
 Key functions:
-`llm.generation.CompletionState.frozen`, which freezes what a completion holds.
+`llm.generation.CompletionState.frozen`, which makes the immutable result of a completion.
 Symptom:
 Log-probabilities that belong to no token.
 Risk and impact:
-Who pairs tokens with scores gets nothing, or pairs them with another item's.
+A client that pairs tokens with scores gets nothing, or pairs them with another item's tokens.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""A request that just fitted into the cache was refused.
+"""A request that exactly fits into the cache was refused.
 
 Summary:
-The last token of an answer is sampled and never computed, so it needs no room. It was counted.
+The last token of an answer is sampled and never computed, so it needs no slot. It was counted.
 Motivation:
-"Prompt and new tokens" is the length of the answer; one page more or less is lost in a large cache.
+"Prompt plus new tokens" is the natural length of the answer, and one page more or less does not
+show in a large cache.
 Mechanism:
 1. A request has 21 + 4 tokens, of which 24 are ever written: six pages of 4.
-2. Pages are counted for 25: seven.
-3. A cache of six pages refuses a request that it could serve, with an error that says so wrongly.
+2. Pages are counted for 25 tokens: seven.
+3. A cache of six pages refuses a request that it could serve, and the error message is wrong.
 Key functions:
-`sched.scheduler.Scheduler._peak`, which is asked before a request is taken in.
+`sched.scheduler.Scheduler._peak`, which is called before a request is accepted.
 Symptom:
-The longest requests are refused; everything else is served.
+The longest requests are refused; all other requests are served.
 Risk and impact:
-A cache sized for a context serves all of it but the last token, and no test with room to spare can
-see it.
+A cache sized for a context length serves all of it but the last token. A test with spare pages
+cannot show it.
 """
 
 from __future__ import annotations

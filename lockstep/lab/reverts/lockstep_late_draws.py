@@ -1,22 +1,22 @@
-"""A row waited for another one's sample.
+"""A row took the sample of another row.
 
 Summary:
-Settled late, a row names its token by the number of the sample that it waits for. Samples were kept
-row by row, where a draft has several.
+With late settling, a row names its input token by the index of the pending sample. Samples were
+indexed by row, but a request with a draft has several rows.
 Motivation:
-Without drafts every request samples one row, and both numbers are the same.
+Without drafts every request samples one row, and both indices are equal.
 Mechanism:
-1. A step verifies a draft beside a plain request, behind it in the batch.
+1. A step verifies a draft; a plain request follows it in the batch.
 2. The next step is launched before the first is settled; the plain request's row waits for sample
    1.
-3. Sample 1 is of the draft's second node.
+3. Sample 1 belongs to the draft's second node.
 Key functions:
 `llm.rows.Launched.first_ids`: the first sample of every completion. Found by the first run of
 speculation with late settling.
 Symptom:
-A request that does not speculate goes on with a token of one that does.
+A request without speculation continues with a token of a request that speculates.
 Risk and impact:
-Only with both kinds in a batch, and late settling.
+It needs both kinds of requests in a batch, and late settling.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
-"""Who had to wait for the values of its tokens was scheduled without them.
+"""A request that had to wait for its token values was scheduled without them.
 
 Summary:
-A step may be scheduled before the one before it is settled. Requests that need the values of their
+A step may be scheduled before the previous step is settled. Requests that need the values of their
 tokens, or that fork, have to wait; they did not.
-
 Motivation:
-Most requests can go on: a row takes its token from the device, and nobody on the host reads it.
-
+Most requests can continue: a row takes its token from the device, and the host never reads it.
 Mechanism:
-1. A prompt ends in a step that is launched, with n samples, or with penalties on.
+1. A launched step ends a prompt of a request with n completions, or with penalties on.
 2. The next step is scheduled before that one is settled, with a row of the same request.
-3. Its completions are forked from keys that go on already, and its penalties count a token that has
-   no value yet.
-
+3. Its completions are forked from keys that have already been extended, and its penalties count a
+   token that has no value yet.
 Key functions:
-`sched.request.waits`, which says who is held.
-
+`sched.request.waits`, which says whether a request is held back.
 Symptom:
-Answers with penalties, or the second of n completions, that differ from those of an engine that
-settles at once.
-
+Answers with penalties, or the second of n completions, differ from those of an engine that settles
+every step immediately.
 Risk and impact:
-Nothing shows on a device where host and launches take turns; with overlap every such answer is
-another one.
+It does not show on a device where host work and launches alternate. With overlap every such answer
+differs.
 """
 
 from __future__ import annotations

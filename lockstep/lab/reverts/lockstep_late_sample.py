@@ -1,26 +1,23 @@
 """A row took another request's sample for its own.
 
 Summary:
-A row that is launched before its token is known names it by its number among the samples of the
-step before. The numbers were counted per request, not per step.
-
+A row that is launched before its token is known names the token by its index among the samples of
+the previous step. The index was counted per request, not per step.
 Motivation:
-With one request, and after every prompt that is computed alone, both numbers are 0.
-
+With one request, and after every prompt that is computed alone, both indices are 0.
 Mechanism:
 1. A step samples tokens for several requests.
-2. The next one is launched before it is settled; the ids of its rows are taken from the samples.
+2. The next step is launched before the first is settled; the token ids of its rows are taken from
+   the samples.
 3. All rows that follow a prompt take the first sample.
-
 Key functions:
-`sched.request.Request.launch`, which gives a token its number.
-
+`sched.request.Request.launch`, which gives a token its index.
 Symptom:
-The key of the second token is another request's: the text goes on, and goes elsewhere.
-
+The key of the second token belongs to another request's token: the text continues in another
+direction.
 Risk and impact:
-One user's words in another's context. Tokens that are settled later look right, for the host has
-the right values: only the rows that were launched in between are wrong.
+One user's words enter another user's context. The tokens themselves look right, because the host
+settles the right values; only rows launched in between are wrong.
 """
 
 from __future__ import annotations

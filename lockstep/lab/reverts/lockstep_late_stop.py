@@ -1,21 +1,21 @@
-"""Stop strings were looked for one token too late.
+"""Stop strings were checked one token too late.
 
 Summary:
-min_tokens says from which token on a text may end. Stop strings were looked for from the one behind
-it on.
+min_tokens is the number of the first token with which a text may end. Stop strings were checked
+from the following token on.
 Motivation:
-One side counts the tokens before the new one, the other counts it too, and both read well.
+One side counts the tokens before the new one, the other includes it, and both read well.
 Mechanism:
-1. min_tokens is m, and token number m brings a stop string.
+1. min_tokens is m, and token number m completes a stop string.
 2. The comparison asks for more than m tokens.
-3. The stop string is passed over, and never looked at again.
+3. The stop string is missed and never checked again.
 Key functions:
 `SamplingParams.may_stop`, which counts tokens from 1.
 Symptom:
-An answer that should end as soon as it may goes on to its length.
+An answer that should end as soon as it may continues to its length limit.
 Risk and impact:
-Longer and wrong answers, only for requests that combine min_tokens with stop strings, only when the
-string comes at once.
+Longer, wrong answers, only for requests that combine min_tokens with stop strings, and only when
+the string arrives with the first token that may end the text.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
 Summary:
 Moves belong to a step. They were carried out beside the launch, where a recorder does not see them.
 Motivation:
-It was the place where the step's metadata was at hand: lowering did it.
+Lowering had the step's metadata at hand, so it also did the moves.
 Mechanism:
-1. A launch that moves keys is recorded; the moves themselves happen outside of what is recorded.
-2. A later step of the bucket moves other keys.
+1. A launch that moves keys is recorded; the moves themselves happen outside the recorded part.
+2. A later step of the bucket has other moves.
 3. The replay moves nothing: the fork reads a page that was never filled.
 Key functions:
 `run.step.Step.relocate`, a part of the launch.
 Symptom:
-Forked requests read what their pages held before: in the lab NaN.
+Forked requests read what their pages contained before: NaN in the lab.
 Risk and impact:
-Silent where the pages hold old keys; other people's.
+Silent where the pages contain old keys, possibly of another user.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 """A space was lost after a token without text.
 
 Summary:
-Text is decoded in a window of the last tokens. The window moved on after every token, also after
-one that has no text, and the next
-token became the first of a text.
+Text is decoded in a window of the last tokens. The window advanced after every token, even after
+one without text, so the next token became the first of a text.
 Motivation:
-A window that always moves is the simplest rule, and special tokens in the middle of an answer are
-rare.
+A window that always advances is the simplest rule, and special tokens in the middle of an answer
+are rare.
 Mechanism:
 1. A special token, which has no text, is generated; the window begins at it.
-2. The next token is a word with its space.
-3. Decoders take the space off that begins a text, and nothing but the special token is before it.
+2. The next token is a word with its leading space.
+3. Decoders strip the leading space of a text, and only the special token precedes the word.
 Key functions:
-`text.Detok._advance`, which moves the window behind new text only.
+`text.Detok._advance`, which moves the window only past new text.
 Symptom:
-Two words run together, after special tokens alone.
+Two words run together, only after special tokens.
 Risk and impact:
-Text that is not the tokens' text; code whose indentation is off by one. A test without tokens that
-have no text cannot see it.
+The text no longer matches the tokens; code has indentation that is off by one. A test without such
+tokens cannot show it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""min_tokens held only beside a neighbour with penalties.
+"""min_tokens worked only next to a request with penalties.
 
 Summary:
-Logits are edited only in steps in which some row needs it. Rows with min_tokens were not among
-those that need it.
+Logits are edited only in steps where some row needs it. Rows with min_tokens were not counted among
+them.
 Motivation:
-Most steps edit nothing and should not copy their logits; bias and penalties are what comes to mind.
+Most steps edit nothing and should not copy their logits; bias and penalties are the obvious reasons
+to edit.
 Mechanism:
 1. A request has min_tokens and nothing else; its best token is EOS.
-2. Alone, the step sees no bias and no penalty, and leaves the logits as they are: EOS is chosen.
-3. Beside a penalised neighbour the step edits all its rows, and EOS is forbidden as it should be.
+2. Alone, the step finds no bias and no penalty and leaves the logits as they are: EOS is chosen.
+3. Next to a penalised neighbour the step edits all its rows, and EOS is forbidden as it should be.
 Key functions:
 `sample.sampler.changes`, which says whether a row's logits are edited.
 Symptom:
-Answers that end too early, depending on who else is in the step.
+Answers end too early, depending on the other requests in the step.
 Risk and impact:
 An answer depends on its neighbours. Tests that mix parameters in every batch do not see it.
 """

@@ -1,12 +1,12 @@
-"""Samples of some rows came back in the places of others.
+"""Samples of some rows were returned in the places of other rows.
 
 Summary:
-Rows with a seed were sampled apart from rows without one, and the results were put together in that
+Rows with a seed were sampled apart from rows without one, and the results were concatenated in that
 order instead of the batch's.
 Motivation:
-Two kinds of rows need two calls; putting their results together is an afterthought.
+Two kinds of rows need two calls, and restoring the order is easily forgotten.
 Mechanism:
-1. A batch holds requests with drafts beside plain ones.
+1. A batch contains requests with drafts beside plain ones.
 2. Each kind is sampled by itself, and the results are concatenated.
 3. Verification reads the sample of another row.
 Key functions:
@@ -15,7 +15,7 @@ drawn for.
 Symptom:
 Tokens of other requests; upstream the answer was a row of exclamation marks.
 Risk and impact:
-Right in every batch of one kind: only mixtures are wrong.
+Batches of one kind are right; only mixed batches are wrong.
 """
 
 from __future__ import annotations

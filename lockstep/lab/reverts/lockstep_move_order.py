@@ -1,22 +1,21 @@
-"""Moves carried out one by one instead of all at once: the same, by the way moves are made.
+"""Moves done one by one instead of gathered and scattered together: equivalent today.
 
 Summary:
 `moves` are specified as "gather all, then scatter all". Done one after another, a target that is
-also a later source would be read after
-it was overwritten.
+also a later source would be read after it was overwritten.
 Motivation:
-The rule stands in the plan's definition; engines that shift caches in place have broken it.
+The plan's definition states the rule; engines that shift caches in place have broken it.
 Mechanism:
 1. Row a is copied to b, then row b to c.
 2. In sequence, c gets a's content.
 Key functions:
-`kv.pool.Pool.move`, which indexes once; `kv.tables.PageTable.fork` and `accept`, the only makers of
-moves.
+`kv.pool.Pool.move`, which indexes once; `kv.tables.PageTable.fork` and `accept`, the only sources
+of moves.
 Symptom:
 None.
 Risk and impact:
-An equivalent mutant today. A third maker of moves, such as compaction, would end the proof; then
-this needs a recipe.
+An equivalent mutant today. A third source of moves, such as compaction, would invalidate the proof;
+then this revert needs a recipe.
 """
 
 from __future__ import annotations

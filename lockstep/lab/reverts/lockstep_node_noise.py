@@ -1,16 +1,17 @@
-"""One coin decided several samples.
+"""One random number decided several samples.
 
 Summary:
-The random number that decided whether a guess is accepted was used again for the sample behind it.
+The random number that decided whether a draft token is accepted was used again for the sample after
+it.
 Motivation:
 A verify step needs several random numbers per request, and there was one tensor of them.
 Mechanism:
 1. A draft is verified; every node is sampled.
-2. All nodes of a request draw with the noise of the first one's position.
-3. Tokens behind the first are those that plain decoding would not have drawn.
+2. All nodes of a request draw with the noise of the first node's position.
+3. Tokens after the first differ from those that plain decoding would have drawn.
 Key functions:
-SGLang's verify kernels, which got a tensor of coins of its own for the last sample. Here
-`llm.rows.Draws.positions`: noise is a function of the position at which a token will stand.
+SGLang's verify kernels, which later got a separate tensor of coins for the last sample. Here
+`llm.rows.Draws.positions`: noise is a function of the position that a token will have.
 Symptom:
 Biased samples at any temperature above 0; greedy decoding is right.
 Risk and impact:
