@@ -1,22 +1,21 @@
 """Of tokens with equal sums the last one was chosen.
 
 Summary:
-A token is the one with the largest score plus noise, and among equals the one with the smallest id.
-The search kept the last of them.
+The chosen token has the largest score plus noise, and among equal sums the smallest id. The search
+kept the last of them.
 Motivation:
-`>=` and `>` give the same answer as long as no two sums are equal, and sums with noise hardly ever
-are.
+`>=` and `>` give the same answer unless two sums are equal, and sums with noise hardly ever are.
 Mechanism:
-1. Scores are large (an untrained head, a small temperature): a float32 has few bits left for the
-   noise.
+1. Scores are large (an untrained head, a small temperature), so a float32 sum has few bits left for
+   the noise.
 2. Several tokens have the same sum, and it is the largest.
-3. The kernel takes the last, a tensor's argmax the first: two devices, two answers.
+3. The kernel takes the last one, a tensor's argmax the first: two devices, two answers.
 Key functions:
-The text `noisy_best` of the sampling kernel.
+The kernel function `noisy_best` of the sampling kernel.
 Symptom:
 A different token between devices, or between the kernel and a recomputation, at small temperatures.
 Risk and impact:
-Rare, and beyond explanation when it happens: logits and noise agree in all bits.
+Rare, and hard to explain when it happens: logits and noise agree in all bits.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ RELATED = ("lockstep-beaten-block", "lockstep-expert-ties")
 
 
 def noisy_best(x: Any, counter: Any) -> Any:
-    """The last one among equals."""
+    """Returns the last token among those with the largest sum."""
     words, noise = np.empty(4 * GROUPS, np.int64), np.empty(4 * GROUPS, np.float32)
     best, token = MINUS_INF, NO_TOKEN
     for first in range(0, len(x), 4 * GROUPS):

@@ -1,21 +1,22 @@
-"""The account of pages was kept for the first group only.
+"""Pages were accounted for in the first group only.
 
 Summary:
-free + cached + held = all, in every group. The comparison of holds and holders ended after the
-first group.
+In every group, free + cached + held pages must equal all pages. The comparison of reference counts
+and holders ended after the first group.
 Motivation:
-Groups grow and end together, so what leaks in one leaks in all; mostly.
+Groups grow and end together, so a leak in one is usually a leak in all.
 Mechanism:
-1. A model has a group with all keys and one with a window, each with pages of its own.
-2. A path gives the pages of the first group back and forgets the second.
-3. The account of the first is right, and nobody looks at the second until it is empty.
+1. A model has a group with all keys and one with a window, each with its own pages.
+2. A code path gives back the pages of the first group and forgets the second.
+3. The account of the first group is right, and the second is not checked until it runs out of
+   pages.
 Key functions:
 `kv.prefix.Prefix.check`, called by the engine when it is idle.
 Symptom:
-None at first; after hours requests wait for pages that nobody has.
+None at first; after hours requests wait for pages that no request holds.
 Risk and impact:
-The leak itself is another bug; this one lets it through, and every cell that relies on the account
-with it.
+The leak itself is another bug. This one lets it through, and disarms every cell that relies on the
+account.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Every embedding of a step was the first one's.
+"""Every request of a step got the embedding of the first one.
 
 Summary:
-Several prompts are embedded in one step. Each was given the vector of the first.
+Several prompts are embedded in one step. Each request received the vector of the first.
 Motivation:
-An index that is right for one prompt, and most calls have one.
+The index is right for one prompt, and most calls have one.
 Mechanism:
 1. Three prompts are embedded in one call, in one step.
 2. Their rows are pooled into three vectors.
-3. All requests are given vector 0.
+3. All requests get vector 0.
 Key functions:
-`nn.layers.pool`, which makes a vector of each request's rows.
+`nn.layers.pool`, which pools each request's rows into one vector.
 Symptom:
-All texts of a batch are equally similar to everything.
+All texts of a batch are equally similar to any other text.
 Risk and impact:
 A search index filled in batches is worthless, and nothing fails: every vector has length 1.
 """

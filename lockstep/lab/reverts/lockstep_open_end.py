@@ -1,7 +1,7 @@
 """Without max_tokens an answer ended after a handful of tokens.
 
 Summary:
-max_tokens=None asks for as many tokens as the context leaves. It became the default of the
+max_tokens=None means as many tokens as the context leaves. It was replaced by the default of the
 parameter.
 Motivation:
 `or` reads as "if nothing was given", and there is a default at hand.
@@ -12,10 +12,10 @@ Mechanism:
 Key functions:
 `SamplingParams.new_len`, which takes the room that the context leaves.
 Symptom:
-Every open-ended answer is cut, and its reason sounds right.
+Every open-ended answer is cut, and its finish reason looks right.
 Risk and impact:
-Cut answers that look finished; where the context leaves less than the default, requests are refused
-that should run.
+Cut answers look finished. Where the context leaves less than the default, valid requests are
+refused.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""Pad rows read keys that nobody wrote for them.
+"""Pad rows read keys that were not written for them.
 
 Summary:
-A pad request writes its keys into page 0 and reads them there. All were written to the first slot;
-the rows read what earlier steps, or
-the allocator, had left in the others.
+A pad request writes its keys into page 0 and reads them there. All of its keys were written to the
+first slot, so the rows read what earlier steps, or the allocator, had left in the other slots.
 Motivation:
-"Padding goes to slot 0" is how most engines say it, and one pad row per request is the usual case.
+Most engines send padding to slot 0, and one pad row per request is the usual case.
 Mechanism:
 1. A ragged step is padded by a request of several rows.
 2. All of its keys are written to slot 0; row j reads slots 0 to j.
-3. Slots from 1 on hold zeros or the keys of other steps: finite, foreign, and different from run to
-   run.
+3. Slots from 1 on contain zeros or the keys of other steps: finite, foreign, and different from run
+   to run.
 Key functions:
 `plan.bucket.pad_group`: a pad row's slot is its position within the page.
 Symptom:
-Pad rows are finite, so a look for NaN finds nothing. Their bits depend on history.
+Pad rows are finite, so a search for NaN finds nothing. Their bits depend on earlier steps.
 Risk and impact:
-Harmless until something reduces over all rows (a maximum, a scale, an expert's load): then real
+Harmless until an operation reduces over all rows (a maximum, a scale, an expert's load): then real
 rows depend on what ran before.
 """
 

@@ -1,20 +1,19 @@
-"""The tokens of a padded step stood one pad away from their rows.
+"""Padding shifted the tokens of a step relative to their rows.
 
 Summary:
-A plan is padded behind its real rows, the tokens were padded in front of them.
+A plan is padded after its real rows; its tokens were padded before them.
 Motivation:
-Left padding is how batches of prompts are made elsewhere; rows of a step are not prompts.
+Left padding is how batches of prompts are made elsewhere, but rows of a step are not prompts.
 Mechanism:
 1. A step of 5 rows runs in a bucket of 8.
 2. Its plan has the pad requests last. Its tokens are 0, 0, 0 and then the five.
-3. Rows 0 to 2 are computed for token 0; the keys that are written are those of the wrong tokens,
-   for good.
+3. Rows 0 to 2 are computed for token 0, and the keys of the wrong tokens stay in the cache.
 Key functions:
-`plan.image.write`, which writes the tokens first and 0 for every row behind them.
+`plan.image.write`, which writes the tokens first and 0 for every row after them.
 Symptom:
 Wrong text as soon as a step is padded; right text whenever it fills its bucket.
 Risk and impact:
-Everything. No engine had ever run a padded step, so nothing would have told.
+Every padded step is wrong. No engine had ever run a padded step, so no test would have shown it.
 """
 
 from __future__ import annotations

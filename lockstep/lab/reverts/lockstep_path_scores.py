@@ -1,20 +1,20 @@
-"""Log-probabilities came from the first rows, not from the accepted ones.
+"""Log-probabilities were taken from the first rows instead of the accepted ones.
 
 Summary:
-The tokens of a tree's path are those of its nodes; their log-probabilities were taken from as many
-rows from the root on.
+The tokens of a tree's accepted path are those of its nodes. Their log-probabilities were taken from
+the same number of rows, counted from the root.
 Motivation:
-In a chain the accepted nodes are the first rows, and everything was written for chains.
+In a chain the accepted nodes are the first rows, and the code was written for chains.
 Mechanism:
 1. A tree is verified; nodes 0, 2 and 5 are accepted.
-2. Three tokens come with the log-probabilities of rows 0, 1 and 2.
-3. Tokens are right, two of their log-probabilities belong to other rows.
+2. Three tokens are returned with the log-probabilities of rows 0, 1 and 2.
+3. The tokens are right; two of their log-probabilities belong to other rows.
 Key functions:
-`llm.accept.gathered`, which takes the rows that the tokens come from.
+`llm.accept.gathered`, which takes the rows that the tokens were sampled from.
 Symptom:
-Log-probabilities of rejected guesses beside accepted tokens.
+Log-probabilities of rejected draft tokens next to accepted tokens.
 Risk and impact:
-No test of tokens or text sees it; trainers that read log-probabilities learn from noise.
+No test of tokens or text sees it; training that uses log-probabilities learns from noise.
 """
 
 from __future__ import annotations

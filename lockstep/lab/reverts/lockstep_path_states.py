@@ -1,21 +1,21 @@
-"""A head was given the states of rows that were rejected.
+"""A draft head got the hidden states of rejected rows.
 
 Summary:
-Of a tree the states along the accepted path are kept for the head. Its first rows were kept
-instead, as many as were accepted.
+After a tree is verified, the hidden states along the accepted path are kept for the draft head. The
+first rows were kept instead, as many as were accepted.
 Motivation:
-In a chain they are the same: the accepted rows come first.
+In a chain they are the same: the accepted rows are the first ones.
 Mechanism:
 1. A tree is verified; the accepted path goes through its nodes 0, 2 and 5.
-2. The states of rows 0, 1 and 2 are kept as those of the new tokens.
-3. The head's keys are of a token and of another branch's state.
+2. The hidden states of rows 0, 1 and 2 are kept as those of the new tokens.
+3. The head's keys combine a token with the state of another branch.
 Key functions:
 Hidden states of a verify step, gathered by the accepted index. Here
 `spec.model_draft.ModelDraft.observe`, which takes the rows that `SettledRows` names.
 Symptom:
-Acceptance falls with trees, not with chains. The answers stay right.
+The acceptance rate falls with trees, not with chains. The answers stay right.
 Risk and impact:
-A wider tree makes drafts worse instead of better, and the blame falls on the head.
+A wider tree makes drafts worse instead of better, and the head is blamed.
 """
 
 from __future__ import annotations

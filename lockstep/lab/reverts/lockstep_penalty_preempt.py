@@ -1,22 +1,22 @@
-"""After a preemption the answer so far counted as prompt.
+"""After a preemption the generated tokens counted as prompt.
 
 Summary:
-A preempted request is computed again from its prompt and the tokens it had generated. Penalties
-then took all of them for the prompt.
+A preempted request is computed again from its prompt and its generated tokens. Penalties then
+treated all of them as the prompt.
 Motivation:
-Recomputation is a prefill, and what a prefill is given is called the prompt.
+Recomputation is a prefill, and the input of a prefill is called the prompt.
 Mechanism:
 1. A request with a frequency penalty generates some tokens and loses its pages.
-2. It comes back as one long prefill.
-3. The row at its end is sampled as if nothing had been generated: no token is penalised, min_tokens
-   starts again.
+2. It is computed again as one long prefill.
+3. The row at its end is sampled as if nothing had been generated: no token is penalised, and
+   min_tokens starts again.
 Key functions:
-`llm.engine.Engine._row_batch`, which says how many tokens are the prompt. Engines that fold
-generated tokens into the prompt on preemption have had this.
+`llm.engine.Engine._row_batch`, which sets the number of prompt tokens. Engines that fold generated
+tokens into the prompt on preemption have had this bug.
 Symptom:
-One token after every preemption is chosen by other rules; from there on the answer is another one.
+One token after every preemption is chosen by other rules; from there on the answer differs.
 Risk and impact:
-Depends on load alone: the same request alone is right.
+It depends on load alone: the same request run by itself is right.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The last token of a preempted request was taken in twice.
+"""A preempted request got its last token twice.
 
 Summary:
 A request that loses its pages keeps its tokens. The newest one, which had been sampled and not yet
-computed, was put behind them although it was among them.
+computed, was appended although it was already in the list.
 Motivation:
-Tokens that have keys and tokens that are known differ by one; whoever puts a request together again
-from both must know which list the newest is in.
+The number of tokens with keys and the number of known tokens differ by one. Code that rebuilds a
+request from both must know which of them includes the newest token.
 Mechanism:
-1. A step samples a token and hands it to the stream.
-2. Before the next step the request is preempted; its tokens are made anew: those it has, and the
-   newest.
-3. It comes back and goes on behind a token that nobody sampled.
+1. A step samples a token and passes it to the stream.
+2. Before the next step the request is preempted; its token list is rebuilt from its tokens plus the
+   newest one.
+3. It is admitted again and continues after a token that was never sampled.
 Key functions:
-`sched.scheduler.Scheduler._preempt`. The other direction, a newest token that is lost, changes
-nothing here: it is drawn again at its position, with the same noise, and written to the same place.
+`sched.scheduler.Scheduler._preempt`. The opposite error, losing the newest token, changes nothing
+here: it is sampled again at its position, with the same noise, and written to the same place.
 Symptom:
-A word is doubled for every preemption, and what follows is another text.
+One word is doubled per preemption, and the text after it differs.
 Risk and impact:
 Under load only. The text stays plausible.
 """

@@ -1,21 +1,21 @@
-"""A request of high priority waited behind those that were running.
+"""A request of high priority waited for requests that were already running.
 
 Summary:
-Priorities order the queue. Whoever runs already was left alone, so with no room a high priority
-waited for a low one to end.
+Priorities order the queue. Running requests were never displaced, so with no room left a high
+priority waited for a low one to end.
 Motivation:
-The order of a queue is one line; taking somebody's place means computing again, which looks like
-waste.
+Ordering a queue takes one line. Displacing a running request means computing it again, which looks
+like waste.
 Mechanism:
-1. A long request of priority 0 holds the last place.
-2. One of priority 1 arrives. It stands first in the queue.
-3. Nobody makes way: it waits for as long as the other one takes.
+1. A long request of priority 0 takes the last place.
+2. A request of priority 1 arrives and is first in the queue.
+3. No running request is preempted: it waits until the other one ends.
 Key functions:
 `sched.scheduler.Scheduler._displace`.
 Symptom:
-Priorities that do nothing on a full engine, the only place where they matter.
+Priorities have no effect on a full engine, the only place where they matter.
 Risk and impact:
-Latency, not values; answers keep their bits either way.
+Latency, not values: answers keep their bits either way.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Log-probabilities of a prompt were missing where the prefix cache had hit.
+"""Log-probabilities of a prompt were missing after a prefix-cache hit.
 
 Summary:
-A row that is taken from the cache is not computed, so it has no logits. A request for prompt
+A row whose key is taken from the cache is not computed, so it has no logits. A request for prompt
 log-probabilities was matched all the same.
 Motivation:
-The match knows tokens and pages; what else a request wants is asked elsewhere.
+The match sees tokens and pages; the request's other options are handled elsewhere.
 Mechanism:
 1. A prompt is scored, or generated from, and stays in the cache.
-2. It is scored again: its first pages are found, and only the rows behind them are computed.
+2. It is scored again: its first pages are found, and only the rows after them are computed.
 3. The list of scores is shorter than the prompt, or begins with the wrong token.
 Key functions:
-`kv.prefix.Prefix.match` and its limit: a request that wants scores matches no further than it has
-been scored. Others refuse the
-combination, or switch the cache off.
+`kv.prefix.Prefix.match` and its `limit`: a request that wants scores matches no further than it has
+been scored. Other engines refuse the combination or switch the cache off.
 Symptom:
-A cold request has all its scores, a warm one a few.
+A cold request has all its scores, a warm one only some.
 Risk and impact:
 Evaluations that repeat a prompt compare lists of different lengths, or silently average over what
 is left.

@@ -1,27 +1,22 @@
-"""What went on after an error had lost the last token of its answer.
+"""A request that was resumed after an error had lost the last token of its answer.
 
 Summary:
-A step failed, and everything that was running was computed again: from the prompt and the tokens
-that were there, but for the last one.
-
+A step failed, and every running request was computed again from its prompt and its generated
+tokens, except the last one.
 Motivation:
-A running request's last token has no key yet. Who rebuilds a request from its keys does not see it.
-
+The last token of a running request has no key yet. Code that rebuilds a request from its keys does
+not see it.
 Mechanism:
-1. A step raises: no memory, a device that is gone, an interrupt.
-2. Pages and queue are made anew, and requests are queued with the tokens whose keys were cached.
-3. The token that was sampled last was told to the user already. It is sampled again, one position
-   early, and told twice.
-
+1. A step raises: no memory, a lost device, an interrupt.
+2. Pages and queue are rebuilt, and requests are queued with the tokens whose keys were cached.
+3. The token that was sampled last had already been sent to the user. It is sampled again, one
+   position early, and sent twice.
 Key functions:
-`llm.generation.Generation.resumed`, which makes the requests of a job from what has come out.
-
+`llm.generation.Generation.resumed`, which makes a job's requests from the tokens generated so far.
 Symptom:
-An answer that repeats one token after an error that somebody else's request may have caused, and
-goes on differently from there.
-
+After an error, which another request may have caused, an answer repeats one token and then differs.
 Risk and impact:
-Nothing is wrong until something fails; then every running request is, and says so nowhere.
+Nothing is wrong until a step fails; then every running request is, without any report.
 """
 
 from __future__ import annotations

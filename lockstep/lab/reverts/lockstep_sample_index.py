@@ -1,21 +1,21 @@
 """All completions of one request were the same.
 
 Summary:
-n completions share a prompt and a seed; what tells their noise apart is the number of the
-completion. It was left out.
+n completions share a prompt and a seed. The completion index, which makes their noise differ, was
+left out of the noise's key.
 Motivation:
-The noise of a request was keyed by seed and position before there was n.
+Noise was keyed by seed and position before `n` existed.
 Mechanism:
 1. A request asks for three completions.
 2. All three are forked from one row, with one seed, at one position.
-3. They draw the same noise, choose the same token, and stay together for ever.
+3. They draw the same noise, choose the same token, and never diverge.
 Key functions:
 `sample.formulas.counter`: noise is keyed by seed, completion and position.
 Symptom:
-Three equal answers. Each of them is right by itself, so a comparison with a lone request of the
-same seed does not see it.
+Three equal answers. Each is right by itself, so a comparison with a single request of the same seed
+does not show it.
 Risk and impact:
-Best-of-n, voting and self-consistency cost n times as much and give what one answer gives.
+Best-of-n, voting and self-consistency cost n times as much and are worth one answer.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Scores of the second chunk were looked up among the tokens of the first.
 
 Summary:
-The row at position p tells of prompt token p + 1. The number of the row within its step was taken
-for its position.
+The row at position p scores prompt token p + 1. The row's index within its step was used instead of
+its position.
 Motivation:
-For a prompt that is computed at once both are the same.
+For a prompt that is computed in one step both are the same.
 Mechanism:
 1. A prompt with log-probabilities is computed in chunks.
-2. In the second chunk row 0 stands at the position where the chunk begins.
-3. Its logits are asked for the probability of the prompt's second token instead of the next one.
+2. In the second chunk, row 0 is at the position where the chunk begins.
+3. Its logits are used to score the prompt's second token instead of the next one.
 Key functions:
 `llm.rows.score`.
 Symptom:
-Scores that are wrong from the second chunk on, and plausible. Short prompts are right.
+Scores are wrong from the second chunk on, and plausible. Short prompts are right.
 Risk and impact:
-Perplexities of long texts are wrong by a little or a lot, depending on the chunk size, which is a
-matter of speed.
+Perplexities of long texts are wrong by a little or a lot, depending on the chunk size, which should
+affect speed only.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The copy to the device was left out where the shape had not changed.
+"""The copy to the device was skipped when the shape had not changed.
 
 Summary:
-The image of a step is copied to the device before every launch. Somebody saw that decode steps of
-one bucket begin with the same header, and took the header for the image.
+The image of a step is copied to the device before every launch. An optimisation compared only the
+header of the image, which decode steps of one bucket share, and skipped the copy when it was equal.
 Motivation:
-The copy is a microsecond of host time; most of the image does not change from one decode step to
-the next.
+The copy costs a microsecond of host time, and most of the image does not change from one decode
+step to the next.
 Mechanism:
 1. A decode step is copied and launched.
-2. The next has the same bucket and the same counts, hence the same header.
-3. The launch computes the step before once more.
+2. The next one has the same bucket and the same counts, hence the same header.
+3. The launch computes the previous step once more.
 Key functions:
-`run.step.Arena.load`, which copies all of it, always.
+`run.step.Arena.load`, which always copies the whole image.
 Symptom:
-A request repeats its token for as long as nobody arrives and nobody leaves.
+A request repeats its token until another request arrives or ends.
 Risk and impact:
-Everything, but only in steady decoding.
+Every answer is wrong, but only in steady decoding.
 """
 
 from __future__ import annotations

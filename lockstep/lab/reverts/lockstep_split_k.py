@@ -1,23 +1,22 @@
-"""A matrix product cut its sum in two when there were enough rows.
+"""A matrix product split its sum in two when there were enough rows.
 
 Summary:
-A linear layer was computed with another split of the inner dimension for four rows and more than
-for fewer.
+For four rows or more, a linear layer split the inner dimension differently than for fewer rows.
 Motivation:
 Libraries choose the kernel by shape: one row is a matrix-vector product, many rows are a matrix
-product, and each has its best split.
+product, and each has its own best split.
 Mechanism:
 1. A request decodes alone: one row, one sum over all inputs.
-2. Neighbours join: four rows, two sums that are added.
-3. The last bits of every activation change, and with them, sooner or later, a token.
+2. Neighbours join: four rows, two partial sums that are added.
+3. The last bits of every activation change, and sooner or later a token does too.
 Key functions:
-Every GEMM library. Here `nn.layers.Linear`, which uses one kernel for all row counts; an engine
-proves at start, with `certify`, that this
-holds on the machine. The lab's engines skip that proof, so that the answers have to show it.
+Every GEMM library. Here `nn.layers.Linear`, which uses one kernel for all row counts. An engine
+proves at start, with `certify`, that this is true on the machine. The lab's engines skip that
+proof, so that the answers have to show it.
 Symptom:
-Values are right to the last bits; bits depend on the batch, on chunks, on a cache hit.
+Values are right except for the last bits; these depend on the batch, on chunks, on cache hits.
 Risk and impact:
-The reason why temperature 0 is not reproducible elsewhere (known from published measurements of
+This is why temperature 0 is not reproducible elsewhere (known from published measurements of
 batch-dependent kernels).
 """
 
@@ -43,6 +42,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         left[:, half:], right[:, :half] = 0, 0
         return (
             old(self, left) + old(self, right) - old(self, x.new_zeros(1, x.shape[1]))
-        )  # the bias stands in both halves
+        )  # both halves contain the bias
 
     return __call__

@@ -1,19 +1,19 @@
-"""Tokens behind a stop were kept.
+"""Tokens after a stop token were kept.
 
 Summary:
-A verify step brings several tokens at once. A stop among them ended the request, with all of them.
+A verify step yields several tokens. A stop among them ended the request but kept all of them.
 Motivation:
-In plain decoding the token that stops is the last one there is.
+In plain decoding the stop token is always the last token.
 Mechanism:
-1. Four guesses are accepted; the second is a stop token.
-2. The request ends, and keeps the third and the fourth.
-3. The answer goes on behind its end.
+1. Four draft tokens are accepted; the second is a stop token.
+2. The request ends and keeps the third and the fourth.
+3. The answer continues past its end.
 Key functions:
-`sched.request.Accepted.cut`: of a list only what stands before the stop, and itself, counts.
+`sched.request.Accepted.cut`, which keeps the tokens up to and including the stop.
 Symptom:
 Answers are longer with speculation than without.
 Risk and impact:
-Text is often cut elsewhere, so that only token ids and counts show it.
+The text is often cut elsewhere, so that only token ids and counts show it.
 """
 
 from __future__ import annotations

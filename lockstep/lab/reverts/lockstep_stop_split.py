@@ -1,21 +1,21 @@
-"""A stop string that came in two tokens was not seen.
+"""A stop string that spans two tokens was missed.
 
 Summary:
-Stop strings were looked for in the text of each token. One that began in a token and ended in the
-next went by.
+Stop strings were searched in the text of each token. A stop string that began in one token and
+ended in the next was missed.
 Motivation:
-Most stop strings are a token by themselves, and text that has been sent cannot be taken back.
+Most stop strings are a single token, and text that has been sent cannot be taken back.
 Mechanism:
 1. The text ends with the beginning of a stop string, and is sent.
 2. The next token completes the stop string.
 3. Neither piece contains it.
 Key functions:
-`text.Stops.feed`, which holds back what may be the beginning of a stop string.
+`text.Stops.feed`, which holds back text that may be the start of a stop string.
 Symptom:
-Generation runs on behind its stop string. Whether it does depends on how the tokenizer happens to
-cut the text.
+Generation continues past its stop string. Whether it does depends on how the tokenizer splits the
+text.
 Risk and impact:
-Tool calls and turns of a dialogue are not ended; what follows is invented.
+Tool calls and dialogue turns do not end; the text after them is invented.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""A completion that had ended went on sending its last words.
+"""A finished completion kept sending its last piece of text.
 
 Summary:
-Of several completions one ends early. Until the last one was done, its final piece of text was
-streamed again with every step.
+One of several completions ends early. Its final piece of text was streamed again with every step
+until the last completion ended.
 Motivation:
-"Everything from here on" was a number of pieces, and -1 said that all had been told. As an index,
--1 is the last piece.
+"Everything from here on" was an index into the pieces, and -1 meant that all had been sent. As an
+index, -1 is the last piece.
 Mechanism:
-1. A completion ends; text that was held back is its last piece, and is sent with the reason for the
-   end.
-2. The mark becomes -1.
-3. A sibling needs another step. `pieces[-1:]` is not empty, so the piece and the end are sent once
-   more.
+1. A completion ends. Text that was held back becomes its last piece and is sent with the finish
+   reason.
+2. The index becomes -1.
+3. A sibling needs another step. `pieces[-1:]` is not empty, so the piece and the finish reason are
+   sent once more.
 Key functions:
 `llm.generation.Generation.news`. A bug of Lockstep's own, found by the lab's engine cells.
 Symptom:
 A stream with n > 1 repeats the end of a short completion, with one finish_reason per repetition.
-The answer in one piece is right.
+The unary answer is right.
 Risk and impact:
-Clients that concatenate get other text than those that do not stream. It takes text that was held
-back until the end.
+Clients that concatenate the pieces get a different text from those that do not stream. It needs
+text that was held back until the end.
 """
 
 from __future__ import annotations

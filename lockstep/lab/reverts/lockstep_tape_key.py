@@ -1,20 +1,21 @@
 """A recorded launch was looked up by its batch size alone.
 
 Summary:
-What a launch depends on besides memory is its key. The key was the number of requests and rows, as
-it is in most engines.
+A recording's key must contain everything but memory contents that the launch depends on. The key
+was the number of requests and rows, as in most engines.
 Motivation:
-Page tables of fixed width make it enough; tables that are rounded to powers of two do not.
+With page tables of fixed width that is enough; with tables rounded up to powers of two it is not.
 Mechanism:
 1. A step of four requests and 16 page entries is recorded.
-2. The requests grow; the table now has 32 entries, and all arrays behind it lie elsewhere.
-3. The launch of the 16 is replayed and reads page ids as positions.
+2. The requests grow. The table now has 32 entries, and all arrays after it are at other offsets.
+3. The launch for 16 entries is replayed and reads page ids as positions.
 Key functions:
-`run.runner.Runner._recorded`: the key is the `Signature`, all that a launch depends on.
+`run.runner.Runner._recorded`: the key is the `Signature`, which covers all that a launch depends
+on.
 Symptom:
 Right until a table outgrows its bucket, then garbage.
 Risk and impact:
-The class of keys that lack something (flashinfer#4014: the scale).
+One of a class: keys that lack something (flashinfer#4014: the scale).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 SOURCE = "class: a graph's key lacks what the launch depends on (compare sgl-project/sglang#24632)"
 TARGET = "lockstep.run.runner:Runner._recorded"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
-CRASH = True  # stale addresses may lie outside of the cache
+CRASH = True  # stale addresses may be outside the cache
 RELATED = ("flashinfer-4014", "sglang-27664")
 
 

@@ -1,22 +1,23 @@
-"""Of equally likely tokens any were listed as the best.
+"""Equally likely tokens were listed as the best in arbitrary order.
 
 Summary:
-`top_logprobs` lists the k best tokens, equal ones by the smaller id. A `topk` over the logits lists
-equals as they come.
+`top_logprobs` lists the k best tokens, and equal ones by the smaller id. `topk` over the logits
+returns equal tokens in no defined order.
 Motivation:
-`topk` is what a library offers, and logits of a trained model are hardly ever equal.
+`topk` is the library's function for this, and logits of a trained model are hardly ever equal.
 Mechanism:
-1. Logits are equal: a head in a narrow format, tokens never trained, a cap that binds.
-2. `topk` leaves their order, and at the edge of the list which of them are listed, to its
-   algorithm.
+1. Logits are equal: a head in a narrow format, tokens that were never trained, a soft cap that
+   binds.
+2. The algorithm of `topk` decides their order and, at the edge of the list, which of them are
+   listed.
 3. That depends on the library, the size of the vocabulary and the device.
 Key functions:
 `sample.sampler.log_probs`.
 Symptom:
-Lists of best tokens that differ between machines whose log-probabilities agree in all bits.
+Lists of best tokens differ between machines whose log-probabilities agree in all bits.
 Risk and impact:
-The engine and its recomputation use one text for this, so they agree with each other; only a second
-text can tell.
+The engine and its recomputation share this code, so they agree with each other; only an independent
+implementation shows it.
 """
 
 from __future__ import annotations

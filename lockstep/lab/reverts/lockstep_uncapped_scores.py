@@ -1,20 +1,21 @@
-"""A model whose scores are capped was built without the cap.
+"""A model with a soft cap on attention scores was built without the cap.
 
 Summary:
-Gemma 2 caps attention scores at c tanh(x / c). The number was in the config, in the kernel and in
-its tests, and not in the layer.
+Gemma 2 caps attention scores at c tanh(x / c). The cap was in the config, in the kernel and in the
+kernel's tests, but not in the layer.
 Motivation:
-A cap is optional in every layer and every backend; leaving it out is legal everywhere.
+The cap is optional in every layer and every backend, so omitting it is legal everywhere.
 Mechanism:
-1. The config states attn_logit_softcapping.
-2. The layer is described without it, so its specs say that there is none.
+1. The config has attn_logit_softcapping.
+2. The layer is described without it, so its specs have no cap.
 3. Cache, plan, backend and recomputation agree on the wrong scores, bit for bit.
 Key functions:
 `models.gemma2.describe`.
 Symptom:
-Slightly wrong text; far off where scores are large, which is where caps are meant to bind.
+Slightly wrong text; far off where scores are large, which is where the cap should bind.
 Risk and impact:
-Equalities of bits cannot see it; only a second text of the model, from its config, can.
+Comparisons of bits cannot see it; only a second implementation of the model, made from its config,
+can.
 """
 
 from __future__ import annotations

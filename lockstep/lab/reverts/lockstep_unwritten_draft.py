@@ -1,21 +1,23 @@
-"""Blocks became matchable with the target's keys, before the draft had its own.
+"""Blocks became matchable before the draft model had written its keys.
 
 Summary:
-A request's blocks were entered into the prefix tree by what the target had computed. The draft
-computes its rows later, when it is asked, and some never.
+A request's blocks entered the prefix tree as soon as the target model had computed them. The draft
+model computes its rows later, when it drafts, and some never.
 Motivation:
-Committed means that the target has it; that a second model lags is nobody's business.
+A committed token has its key in the target model; the second model's delay is easily overlooked.
 Mechanism:
 1. Accepted tokens fill a block; the request is preempted, or ends, before it drafts again.
-2. The block is stored with pages of the draft that nobody has written.
-3. Whoever matches it drafts from them.
+2. The block is stored with draft pages that were never written.
+3. The next request that matches the block drafts from them.
 Key functions:
 vLLM hashed blocks before the step that computes them (#41838, `vllm-41838`). Here
-`sched.scheduler.Scheduler._store`: of a request with a draft the keys that both models have.
+`sched.scheduler.Scheduler._store`: for a request with a draft it stores only the keys that both
+models have.
 Symptom:
-Drafts of unwritten keys: NaN in the lab, anything elsewhere. The answers stay right.
+Drafts use unwritten keys: NaN in the lab, any value elsewhere. The answers stay right.
 Risk and impact:
-Acceptance falls under load, when requests are preempted, and behind every second turn of a chat.
+The acceptance rate falls under load, when requests are preempted, and from the second turn of a
+chat on.
 """
 
 from __future__ import annotations
