@@ -1,25 +1,23 @@
-"""A plain step still used the tree mask of the step before.
+"""A plain step still used the tree mask of the previous step.
 
 Summary:
 A wrapper that had been planned with a custom mask kept it when it was planned again without one.
 Motivation:
-Speculative engines alternate: a verify step with a tree, then plain steps, on the same wrapper
-object.
+Speculative engines alternate on one wrapper object: a verify step with a tree, then plain steps.
 Mechanism:
 1. plan(custom_mask=...) stores the mask in the wrapper.
 2. plan() without a mask leaves the buffer as it is.
-3. The kernel finds a mask and obeys it.
+3. The kernel finds a mask and applies it.
 Key functions:
 plan of FlashInfer's paged prefill wrapper. Here `attention.base.lists`: a tree is a list of slots
-per row, and the lists belong to the
-plan, which is frozen; the backend has no state that could outlive a step. The revert has to add
-some.
+per row, and the lists belong to the plan, which is frozen. The backend has no state that could
+outlive a step, so the revert adds some.
 Symptom:
-Rows of a plain step look at the draft nodes of an earlier tree, and of other requests, instead of
-their own keys.
+Rows of a plain step attend to the draft nodes of an earlier tree, possibly of another request,
+instead of their own keys.
 Risk and impact:
-Silent; needs the sequence "tree, then plain", which tests that build a fresh wrapper per case never
-make.
+Silent. It needs the sequence "tree, then plain", which tests that build a new wrapper per case
+never produce.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
                 mine[:rows] = stale[:rows]
             beyond = np.zeros(
                 int(views.positions.max()) + 1, np.int32
-            )  # what the old lists do not name is the sink
+            )  # entries past the old lists point to slot 0
             arrays[2] = np.concatenate((kept[spec][2], beyond))
         return tuple(arrays)
 

@@ -1,21 +1,20 @@
-"""Rows were found by a shift where the group of heads is not a power of two.
+"""Rows were mapped to tokens by a shift where the head group size is not a power of two.
 
 Summary:
-Query heads that share a kv head are packed with their tokens into one row index. Going back from a
-row to its token needs a division by
-the group size; an inexact one gave a wrong token for some rows.
+Query heads that share a kv head are packed with their tokens into one row index. Mapping a row back
+to its token needs a division by the group size; an inexact division gave a wrong token for some
+rows.
 Motivation:
-Group sizes are nearly always 1, 2, 4 or 8. Seven is not.
+Group sizes are nearly always 1, 2, 4 or 8. Seven is not a power of two.
 Mechanism:
 1. Row r of a block is token r / group, head r % group.
 2. The fast division is exact for powers of two only.
-3. Some rows take the position of another token for their causal limit.
+3. Some rows use the position of another token for their causal limit.
 Key functions:
-The packed GQA index in FlashInfer's prefill kernel. Here the kernel text `spans`, which says what
-each row sees of a tile; the kernel is
-built anew with the wrong one.
+The packed GQA index in FlashInfer's prefill kernel. Here the kernel function `spans`, which
+computes what each row sees of a tile; the kernel is rebuilt with the wrong one.
 Symptom:
-Rarely wrong causality with group sizes such as 7; the lab has a feature of that size.
+Rare causality errors with group sizes such as 7; the lab has a feature of that size.
 Risk and impact:
 Silent, for a handful of models.
 """
@@ -38,7 +37,7 @@ RELATED = ("flashinfer-4525", "vllm-flash-attention-87")
 
 
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
-    """The kernel's own text, but a row's token is found with the next power of two."""
+    """The kernel's own function, but it divides rows by the next power of two of the group."""
     tile, group, power = job.tile, job.group, np.int64(1)
     while power < group:
         power *= 2

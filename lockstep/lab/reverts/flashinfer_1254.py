@@ -1,23 +1,23 @@
-"""The scales of an FP8 cache went into the wrong arguments and were ignored.
+"""The scales of an FP8 cache were passed as the wrong arguments and ignored.
 
 Summary:
-Asked for the LSE as well, the paged prefill of FlashInfer ignored the K and V scales.
+FlashInfer's paged prefill ignored the K and V scales when the LSE was requested as well.
 Motivation:
-k_scale and v_scale were passed on by position into a catch-all `*args` of a function that expected
+k_scale and v_scale were passed by position into a catch-all `*args` of a function that expected
 them by name.
 Mechanism:
-1. run(..., return_lse) forwards its scales positionally.
-2. They end up among extra arguments nobody reads; the named parameters keep their default, no
+1. run(..., return_lse) forwards its scales by position.
+2. They become extra arguments that are never read; the named parameters keep their default, no
    scale.
-3. Scores and outputs are computed on the stored numbers.
+3. Scores and outputs are computed from the stored numbers.
 Key functions:
-BatchPrefillWithPagedKVCacheWrapper's run. Here `attention.base.score_constants`, where every
-backend gets what a layer's scale and that of its keys make of a score.
+run of BatchPrefillWithPagedKVCacheWrapper. Here `attention.base.score_constants`, from which every
+backend gets the score factor made of the layer's softmax scale and its keys' scale.
 Symptom:
-Wrong by the scale in K (upstream in V too), only with an FP8 cache whose scales are not 1, only
+Wrong by the scale in K (upstream in V too), only with an FP8 cache whose scales are not 1, and only
 with LSE.
 Risk and impact:
-Silent: most checkpoints carry scales of 1, and the call without LSE was right.
+Silent: most checkpoints have scales of 1, and the call without LSE was right.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""The last tile was not cut at the end of the keys.
+"""The last tile was not masked at the end of the keys.
 
 Summary:
-Attention that is not causal forgot to mask the keys of its last tile that lie behind the request's
-end.
+Non-causal attention did not mask the keys of its last tile that are past the request's end.
 Motivation:
-Causal kernels mask the last tile anyway, by the diagonal. Without causality nobody did it.
+Causal kernels mask the last tile anyway, by the diagonal. Without causality no other mask does it.
 Mechanism:
-1. Keys are walked in whole tiles; a length that is no multiple leaves a partial one.
-2. Without a mask, the positions behind the end take part in the softmax.
-3. If they hold zeros, the denominator grows and the output shrinks; if they hold a neighbour's
-   keys, those are mixed in.
+1. Keys are read in whole tiles; a length that is no multiple of the tile leaves a partial tile.
+2. Without a mask, the positions past the end take part in the softmax.
+3. If they contain zeros, the denominator grows and the output shrinks; if they contain a
+   neighbour's keys, those are mixed in.
 Key functions:
-FlashInfer's prefill kernel for non-causal attention. Here `attention.base.visible`, which gives
-`hi` for encoders and cross attention.
+FlashInfer's prefill kernel for non-causal attention. Here `attention.base.visible`, which sets `hi`
+for encoders and cross attention.
 Symptom:
-Output scaled down for lengths that do not fill a tile. With a query of zeros the answer must be the
-exact mean: a simple test.
+The output is scaled down for lengths that do not fill a tile. A simple test: with a query of zeros
+the answer must be the exact mean.
 Risk and impact:
-Silent; lengths that are multiples of the tile, which tests like, are right.
+Silent; lengths that are multiples of the tile, which tests tend to use, are right.
 """
 
 from __future__ import annotations

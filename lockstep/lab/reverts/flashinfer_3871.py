@@ -1,23 +1,22 @@
 """Several rows per request were verified without causality.
 
 Summary:
-The tensor-core decode wrapper plans one row per request. Given several, it computed them all, but
-as if each were the last one.
+The tensor-core decode wrapper plans one row per request. Given several, it computed each row as if
+it were the last one.
 Motivation:
-Multi-token decode looks like decode with more rows. For one row causality is nothing: it sees all
-keys. For several it is not.
+Multi-token decode looks like decode with more rows. A single row needs no causal mask, because it
+sees all keys; several rows do.
 Mechanism:
-1. q_len_per_req > 1 rows arrive for every request.
+1. Every request has q_len_per_req > 1 rows.
 2. The plan has no causal mask, because a decode step needs none.
-3. Every row sees all keys of the request, those of the later drafts too.
+3. Every row sees all keys of the request, including those of later draft tokens.
 Key functions:
 plan of BatchDecodeWithPagedKVCacheWrapper. Here `attention.cpu.Backend.bind`: there is no decode
-kernel with its own idea of visibility,
-each row brings its own range.
+kernel with its own notion of visibility; each row has its own range.
 Symptom:
 Verification accepts and rejects by wrong logits: the target model has seen the answer.
 Risk and impact:
-Silent; speculation that changes what the model says.
+Silent; speculation changes the model's answers.
 """
 
 from __future__ import annotations

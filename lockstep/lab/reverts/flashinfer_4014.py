@@ -1,21 +1,21 @@
 """The second layer was computed with the scale of the first.
 
 Summary:
-A cache of prepared kernels was keyed by shapes and dtypes. The softmax scale, part of what was
-prepared, was not in the key.
+A cache of prepared kernels was keyed by shapes and dtypes. The softmax scale, which is part of a
+prepared kernel, was not in the key.
 Motivation:
 Most models have one scale, so one entry per shape looked sufficient.
 Mechanism:
-1. The first call builds and stores a graph with its own scale inside.
-2. A second call of the same shapes but another scale finds that entry.
+1. The first call builds and stores a graph that contains its own scale.
+2. A second call with the same shapes but another scale finds that entry.
 3. It runs with the first call's scale.
 Key functions:
-A graph cache of FlashInfer. Here `attention.base.score_constants`; backends keep its results per
-AttnSpec, which is the whole of what they depend on. Every feature of the lab has two layers with
-different scales, for this reason.
+A graph cache of FlashInfer. Here `attention.base.score_constants`; backends cache its results per
+AttnSpec, which is all that they depend on. For this reason every feature of the lab has two layers
+with different scales.
 Symptom:
-The first layer is right, the others are wrong by the ratio of the scales; which one is "first"
-depends on the order of calls.
+The first layer is right; the other layers are wrong by the ratio of the scales. Which layer is
+"first" depends on the order of calls.
 Risk and impact:
 Silent; affects models with per-layer scales, and two models in one process.
 """

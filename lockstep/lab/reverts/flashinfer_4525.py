@@ -1,8 +1,7 @@
 """Some heads read the sink of another head.
 
 Summary:
-Sinks are loaded in groups of heads. The bound of the load was counted in groups where it should
-have been in heads.
+Sinks are loaded in groups of heads. The bound of the load was counted in groups instead of heads.
 Motivation:
 Head counts that are a multiple of the vector width need no bound at all.
 Mechanism:
@@ -11,12 +10,11 @@ Mechanism:
 3. Its heads read past the end of the array.
 Key functions:
 FlashInfer's sink load. Here `attention.base.sink_logits2`, one logit per head; the revert fills the
-last, partial group of four from the
-first one, so that nothing is read out of bounds.
+last, partial group of four from the first one, so that no read is out of bounds.
 Symptom:
 The last heads have a wrong denominator.
 Risk and impact:
-An out-of-bounds read that usually returns something plausible.
+An out-of-bounds read that usually returns a plausible value.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """The softmax scale lacked log2(e).
 
 Summary:
-A kernel that computes exp2 instead of exp needs its scale multiplied by log2(e). In the MLA decode
-kernel it was not.
+A kernel that computes exp2 instead of exp needs its scale multiplied by log2(e). The MLA decode
+kernel lacked this factor.
 Motivation:
-exp2 is what the hardware has. The factor is usually folded into the scale on the host, once per
-kernel family; here one family forgot.
+exp2 is what the hardware provides. The factor is usually folded into the scale on the host, once
+per kernel family; one family was forgotten.
 Mechanism:
 1. The kernel computes 2 ** (scale * score).
 2. Without the factor this is exp(scale * ln 2 * score): a softmax at a higher temperature.
 Key functions:
-FlashInfer's MLA decode. Here `attention.base.score_constants`, one host product for every backend
-that works in base 2.
+FlashInfer's MLA decode. Here `attention.base.score_constants`, which multiplies in the factor on
+the host for every backend that works in base 2.
 Symptom:
 Attention is flatter than it should be, everywhere.
 Risk and impact:
-Silent, but large: any comparison with a reference finds it. It shows that the new kernel had none.
+Silent, but large: any comparison with a reference finds it, so the new kernel had no such test.
 """
 
 from __future__ import annotations

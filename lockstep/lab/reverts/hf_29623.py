@@ -1,14 +1,16 @@
 """The window was one key too wide in one implementation and not in the other.
 
 Summary:
-Two attention implementations of one model disagreed on whether the window counts the token itself.
+Two attention implementations of one model disagreed on whether the window includes the token
+itself.
 Motivation:
-FlashAttention takes "keys to the left", exclusive of the row; the eager mask counted inclusively.
-The same configuration value went
-into both (known from the issues; it came back later in other models).
+FlashAttention takes the number of keys to the left, excluding the row itself; the eager mask
+counted the row. Both got the same configuration value (known from the issues; it came back later in
+other models).
 Mechanism:
 1. sliding_window = w is read from the configuration.
-2. One path masks keys at or below p - w, the other passes w as the left size and keeps p - w.
+2. One path masks keys at or below p - w; the other passes w as the left size and so keeps the key
+   at p - w.
 3. Beyond the window, rows of the two paths see w and w + 1 keys.
 Key functions:
 transformers' sliding-window masks. Here `attention.base.window_begin`; configuration values are
@@ -16,8 +18,8 @@ converted once, at load.
 Symptom:
 Switching the implementation changes the text, beyond the window only.
 Risk and impact:
-Silent; a model trained with one meaning is served with the other. Lengths at w - 1, w and w + 1 are
-in the lab for this.
+Silent; a model trained with one meaning is served with the other. The lab tests lengths of w - 1, w
+and w + 1 for this reason.
 """
 
 from __future__ import annotations

@@ -6,16 +6,15 @@ branch.
 Motivation:
 "Full" and "about to overflow" differ by one, and only at one length.
 Mechanism:
-1. The cache holds w keys; the next token arrives.
-2. The comparison treats length == window as already beyond it.
-3. The oldest key that the next row may still see is gone, or its place is wrong.
+1. The cache has w keys; the next token arrives.
+2. The comparison treats length == window as already past it.
+3. The oldest key that the next row may still see is gone, or is at the wrong place.
 Key functions:
 transformers' sliding and hybrid caches (known from the issues). Here `kv.tables.keep_from`, the
 first position the next row can see.
 Symptom:
 Wrong at one length, then plausible again. With large pages it shows only where the frontier meets a
-page boundary; the lab also runs
-every recipe with pages of 1.
+page boundary; the lab therefore also runs every recipe with pages of 1.
 Risk and impact:
 Silent; tests at w - 1 and w + 1 pass.
 """

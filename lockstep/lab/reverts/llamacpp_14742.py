@@ -1,20 +1,20 @@
-"""Only the first of several caches was moved.
+"""Only the first of several cache streams was moved.
 
 Summary:
-Positions in the cache are shifted when a context overflows. With several streams the loop went over
-the first one only.
+Positions in the cache are shifted when a context overflows. With several streams the loop covered
+only the first one.
 Motivation:
-The cache became an array of streams; one loop still had a single one in mind (known from the
+The cache became an array of streams; one loop was still written for a single stream (known from the
 issue).
 Mechanism:
-1. A relocation is asked for.
+1. A move is requested.
 2. It is carried out in stream 0.
-3. All other streams keep their rows where nobody will look for them.
+3. All other streams keep their rows at the old places, where they are no longer read.
 Key functions:
-llama.cpp's K-shift. Here `kv.pool.Pool.move`, which relocates rows in the storages of every layer;
-the revert stops after the first.
+llama.cpp's K-shift. Here `kv.pool.Pool.move`, which moves rows in the storage of every layer; the
+revert stops after the first layer.
 Symptom:
-The first stream is right, the others read old places.
+The first stream is right; the others read old places.
 Risk and impact:
 Silent; a test with one stream, or one layer, cannot see it. All features of the lab have two
 layers.

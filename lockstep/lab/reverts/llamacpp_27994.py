@@ -3,15 +3,15 @@
 Summary:
 In a cache that several sequences share, a map from position to block had no sequence in its key.
 Motivation:
-With one sequence, position is a sufficient key. The shared cache came later (known from the
-issues).
+With one sequence, the position is a sufficient key. The shared cache was added later (known from
+the issues).
 Mechanism:
-1. Sequence A fills block k of its positions, sequence B its own block k.
+1. Sequence A fills block k of its positions, and sequence B fills its own block k.
 2. The map has one entry for k: the later one.
 3. Both sequences attend to B's block.
 Key functions:
 llama.cpp's unified KV cache. Here `attention.base.addresses`, where a request's pages are found
-through its own part of the table.
+through its own part of the page table.
 Symptom:
 Answers to one user contain the other's context, with two or more parallel sequences.
 Risk and impact:

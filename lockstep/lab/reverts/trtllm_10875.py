@@ -1,9 +1,8 @@
-"""The length of a match was taken from the layers that had it, not from all.
+"""The matched length was taken from one kind of layer instead of the minimum over all.
 
 Summary:
 With windows of different lengths, the number of tokens that a new request may skip is one number
-for all layers. It was set per window,
-and the last one written counted.
+for all layers. It was set once per window, and the last value won.
 Motivation:
 Every kind of layer has its own pool and looks up its own blocks.
 Mechanism:
@@ -14,7 +13,7 @@ Key functions:
 Block reuse with variable windows in TensorRT-LLM. Here `kv.prefix.Prefix._longest`, which ends
 where every window is whole.
 Symptom:
-Accuracy falls with the cache under pressure; a miss gives the right answer.
+Accuracy falls when the cache is under pressure; a miss gives the right answer.
 Risk and impact:
 Silent, and only for models with windows. A hit must be compared with a miss after evictions, not in
 a fresh cache.

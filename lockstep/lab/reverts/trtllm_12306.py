@@ -4,21 +4,20 @@ Summary:
 Two requests that continue one prefix may share its pages as long as neither writes to them. The
 last, partly filled page was shared too.
 Motivation:
-Reuse saves the copy of a block; whether a block is full enough to be shared is a comparison (known
-from the issue).
+Reuse saves the copy of a block, and one comparison decides whether a block is full enough to be
+shared (known from the issue).
 Mechanism:
 1. A prefix ends in the middle of a page.
-2. The new request takes a hold on that page like on all others.
+2. The new request takes a reference to that page as to all others.
 3. Both write their next token into the same slot.
 Key functions:
 Block reuse of TensorRT-LLM. Here `kv.tables.shared_pages`: only pages wholly below the committed
-length are shared, the partial one is
-moved into a page of the fork's own.
+length are shared. The partial page is moved into a page that the fork owns.
 Symptom:
 Both continuations attend to whichever token was written last.
 Risk and impact:
-Content of one answer appears in another. `plan.check` refuses a page that is written and held
-twice.
+Content of one answer appears in another. `plan.check` refuses a page that one request writes while
+another holds it.
 """
 
 from __future__ import annotations

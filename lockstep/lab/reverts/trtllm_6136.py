@@ -1,19 +1,18 @@
-"""A dummy request at the front shifted everybody's cache offsets.
+"""A dummy request at the front shifted the cache offsets of every request.
 
 Summary:
-A placeholder request was put first in the batch, while offsets that had been computed before
-assumed real requests first.
+A dummy request was put first in the batch, while offsets computed earlier assumed that real
+requests come first.
 Motivation:
-Placeholders keep ranks in step when one has no work. Where they stand in the batch looks arbitrary
+Dummy requests keep ranks in step when one has no work. Their place in the batch looks arbitrary
 (known from the issue text).
 Mechanism:
 1. The batch is filled up with a dummy.
-2. Tables are built with the dummy in front, rows and offsets of the previous step without.
-3. Every request uses the cache offsets of its predecessor; the first one has the dummy's.
+2. Tables are built with the dummy in front; rows and offsets of the previous step without it.
+3. Every request uses the cache offsets of its predecessor; the first one uses the dummy's.
 Key functions:
 TensorRT-LLM's overlap scheduler with MTP and disaggregation. Here `plan.bucket.pad_group`; "real
-entries come first" is a rule of
-`plan.check`.
+entries come first" is a rule of `plan.check`.
 Symptom:
 Accuracy loss, only when the batch had to be filled up.
 Risk and impact:

@@ -1,24 +1,22 @@
-"""Rows of two kinds were sampled in two groups and written back in the wrong places.
+"""Seeded and unseeded rows were sampled separately and returned in the wrong order.
 
 Summary:
-A batch held rows with a seed of their own and rows without. The kinds were handled one after the
-other, and the results of one did not
-return to the rows they belonged to.
+A batch had rows with their own seed and rows without. The two kinds were sampled one after the
+other, and the results of one kind did not return to their rows.
 Motivation:
-Seeded rows need a generator each, the others can be drawn in one call.
+Seeded rows need a generator each; the others can be drawn in one call.
 Mechanism:
 1. The rows are sorted by kind.
 2. Each kind is sampled.
-3. The results are laid down in the sorted order, not in that of the batch.
+3. The results are written in the sorted order, not in that of the batch.
 Key functions:
-Rejection sampling in vLLM with mixed seeds. Here `sample.sampler.settings`, which lays down the
-parameters of every row; the revert puts
-the sampled rows before the greedy ones.
+Rejection sampling in vLLM with mixed seeds. Here `sample.sampler.settings`, which lays out the
+parameters of every row; the revert puts the sampled rows before the greedy ones.
 Symptom:
 Upstream: "!!!!" for requests without a seed. Here: a greedy request is sampled with a neighbour's
 parameters. Uniform batches are right.
 Risk and impact:
-Only traffic is mixed; tests seldom are.
+Real traffic is mixed; tests seldom are.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""After prefill the window was gone.
+"""The window was ignored after prefill.
 
 Summary:
-Prefill respected the sliding window, decoding did not.
+Prefill respected the sliding window; decoding did not.
 Motivation:
-The window lived in a bias object that the backend made for prefill. Decoding used the same bias for
-local and global layers alike
-(known from the issue).
+The window was part of a bias object that the backend made for prefill. Decoding used the same bias
+for local and global layers alike (known from the issue).
 Mechanism:
 1. Prefill builds a local-attention bias and is right.
 2. Decode steps take a bias that has no window.
@@ -15,8 +14,8 @@ vLLM's xformers backend. Here `attention.base.window_begin` for requests of one 
 Symptom:
 Quality drifts as the answer grows past the window; prompts alone look right.
 Risk and impact:
-Silent. Engines that also drop pages behind the window would read pages that belong to others by
-then.
+Silent. Engines that also release pages before the window would read pages that belong to other
+requests by then.
 """
 
 from __future__ import annotations

@@ -2,23 +2,21 @@
 
 Summary:
 When several requests share a prefix, vLLM may attend to it once for all of them (cascade). The
-attention sinks were not passed to
-that path.
+attention sinks were not passed to that path.
 Motivation:
-An optimisation that replaces a call has to take over every argument of it (known from the issue).
+An optimisation that replaces a call has to pass on every argument of it (known from the issue).
 Mechanism:
-1. The scheduler sees a common prefix that is long enough and turns cascade on.
+1. The scheduler finds a common prefix that is long enough and turns cascade on.
 2. The cascade call has no sinks: the denominator lacks one term per head.
 3. All weights of the row are too large.
 Key functions:
 The cascade branch of vLLM's FlashAttention backend. Here `attention.cpu.Backend.bind` for plans in
-which two requests hold the same
-page; the lab's fork recipe has them.
+which two requests hold the same page; the lab's fork recipe makes such plans.
 Symptom:
-gpt-oss answers degrade under load, when prefixes happen to be shared; a request alone is right.
+gpt-oss answers degrade under load, when requests happen to share a prefix; a request alone is
+right.
 Risk and impact:
-Silent and dependent on the other users' prompts: the kind of failure nobody can reproduce at the
-desk.
+Silent, and dependent on other users' prompts, so it cannot be reproduced with one request.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
 """A buffer at a fixed address was not refreshed.
 
 Summary:
-A captured step reads its plan from buffers whose addresses it knows. New values went elsewhere, and
-the buffers kept those of an earlier
-step of the same shape.
+A captured step reads its plan from buffers at fixed addresses. New values were put elsewhere, and
+the buffers kept those of an earlier step of the same shape.
 Motivation:
-Assigning a fresh tensor looks like updating the old one; eagerly it is.
+Assigning a new tensor looks like updating the old one; in eager mode it has the same effect.
 Mechanism:
-1. A step of some shape is prepared; its arrays lie at their fixed places.
-2. The next step has the same shape. Its arrays are made, but what is read are the old places.
-3. Rows stand where the rows of the earlier step stood.
+1. A step of some shape is prepared; its arrays are at their fixed places.
+2. The next step has the same shape. Its arrays are made, but the launch reads the old places.
+3. Rows have the positions of the earlier step's rows.
 Key functions:
-FlashMLA metadata under full graphs in vLLM. Here `plan.image.write`, which fills the whole
-image for every step; the revert
-keeps the positions of the first step of each shape.
+FlashMLA metadata under full graphs in vLLM. Here `plan.image.write`, which fills the whole image
+for every step; the revert keeps the positions of the first step of each shape.
 Symptom:
-Upstream: right for some fifty tokens, then garbage, when a boundary was crossed that the old
-metadata did not have. Here a decode step
-turns its keys by the position of an earlier one.
+Upstream: right for some fifty tokens, then garbage, after crossing a boundary that the old metadata
+did not have. Here a decode step applies the rotary embedding of an earlier position.
 Risk and impact:
-The first tokens are fine, so a glance at the output is not enough.
+The first tokens are right, so a glance at the output is not enough.
 """
 
 from __future__ import annotations

@@ -1,25 +1,23 @@
-"""The key of a cached prefix left out whose it was.
+"""The key of a cached prefix left out the identity it belongs to.
 
 Summary:
 Keys and values depend on more than token ids: on an image or an encoder's input, on an adapter; and
-a tenant may ask to share with
-nobody. Identity was missing from the key, or collided.
+a tenant may forbid sharing. This identity was missing from the cache key, or collided.
 Motivation:
-For plain text the tokens are everything, and placeholders for images are tokens too.
+For plain text the tokens are sufficient, and placeholders for images are tokens too.
 Mechanism:
 1. A request with one identity leaves its prefix in the cache.
 2. A request with another identity has the same token ids.
-3. It is given the first one's pages.
+3. It gets the first request's pages.
 Key functions:
 Block hashes of vLLM (images, adapters and salts: #36708, #30931, #44701). Here
-`kv.prefix.Prefix.match`, below a root per tenant and
-encoder input; the revert has one root for all.
+`kv.prefix.Prefix.match`, below one root per tenant and encoder input; the revert has one root for
+all.
 Symptom:
-The answer is about somebody else's image. For tenants the bits are right, but the hit tells one
-what the other has asked: the lab counts
-hits exactly.
+The answer describes another user's image. For tenants the bits are right, but the hit reveals to
+one tenant what another has asked: the lab counts hits exactly.
 Risk and impact:
-A leak between users, by content or by time.
+A leak between users, by content or by timing.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""The slot of pad rows was -1, and -1 is the last slot.
+"""Pad rows had slot -1, and -1 is the last slot.
 
 Summary:
-Pad rows of a captured step carry the slot -1, meaning "do not write". A write that indexes with it
+Pad rows of a captured step have the slot -1, meaning "do not write". A write that indexes with it
 hits the last slot of the pool.
 Motivation:
--1 as "nowhere" is a convention between two pieces of code; array indexing has another one.
+-1 as "nowhere" is a convention between two pieces of code; array indexing has a different one.
 Mechanism:
 1. A step is padded; the pad rows' slots are PADDING_SLOT_ID = -1.
 2. A store that does not test for it runs `cache[slots] = rows`.
-3. Whoever holds the last slot of the pool has lost a key.
+3. The request that owns the last slot of the pool has lost a key.
 Key functions:
 Slot mappings of vLLM under graphs (known from the issue). Here `plan.bucket.pad_group`: pad rows
-write to the sink, page 0, which is
-never handed out, so no number has a second meaning. Our store refuses a negative slot, so the
-revert names the last slot
-that is written.
+write to page 0, which is never handed out, so no number has a second meaning. Our store refuses a
+negative slot, so the revert uses the last slot that the step writes.
 Symptom:
 One request in the whole pool gets wrong answers, and only while the pool is full enough.
 Risk and impact:

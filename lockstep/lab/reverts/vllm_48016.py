@@ -4,17 +4,16 @@ Summary:
 A fallback that widens an FP8 cache before attention multiplies by the scales; attention then
 applied them again.
 Motivation:
-"Who applies the scale?" had two answers, one per path (known from the issue).
+Which side applies the scale differed between the two paths (known from the issue).
 Mechanism:
 1. The kernel cannot read FP8, so the cache is dequantised: stored * scale.
 2. The ordinary call follows, with k_scale and v_scale as arguments.
 3. Scores and outputs carry the scale squared.
 Key functions:
-A fallback path of vLLM. Here `kv.pool.Pool.keys`, which names the storage as it is; loading is an
-exact cast, and scales live in
-`attention.base` alone.
+A fallback path of vLLM. Here `kv.pool.Pool.keys`, which returns the storage as it is; loading is an
+exact cast, and only `attention.base` applies scales.
 Symptom:
-Wrong by the scale, on the fallback only.
+Wrong by the scale, on the fallback path only.
 Risk and impact:
 Silent; depends on which kernels the machine has.
 """

@@ -1,23 +1,22 @@
-"""Global layers lost their old context because they shared a cache group with window layers.
+"""Global layers lost old context by sharing a cache group with window layers.
 
 Summary:
-The window of a layer was taken from the cache group it had been put into, not from the layer.
+The window of a layer was taken from its cache group, not from the layer.
 Motivation:
 To save memory, layers of both kinds can be merged into groups of one page layout. The group then
-knows a window, some of its layers
-do not have one.
+has a window that some of its layers do not have.
 Mechanism:
-1. Groups are merged; the merged group carries the window of some of its layers.
-2. Attention asks the group.
+1. Groups are merged; the merged group has the window of some of its layers.
+2. Attention takes the window of the group.
 3. A global layer sees the last w keys only.
 Key functions:
 vLLM's KV cache groups (known from the issue). Here `attention.base.window_begin`; window and
-causality have one home, the GroupSpec, and a
-group is by definition the layers that share them.
+causality are stored in one place, the GroupSpec, and a group is by definition the layers that share
+them.
 Symptom:
 Long contexts forget their beginning. Everything shorter than the window is right.
 Risk and impact:
-Silent loss of quality at long context, easily taken for the model's own weakness.
+Silent loss of quality at long context, easily mistaken for a weakness of the model.
 """
 
 from __future__ import annotations

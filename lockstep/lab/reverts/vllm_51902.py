@@ -1,22 +1,22 @@
-"""The longest neighbour chose the tile of everybody.
+"""The longest neighbour determined the tile of every request.
 
 Summary:
 A kernel configuration, and with it the order of additions, was chosen by the largest number of new
 rows in the batch.
 Motivation:
-Large tiles are faster for long prefills. max_seqlen_q is at hand when the kernel is launched.
+Large tiles are faster for long prefills, and max_seqlen_q is known when the kernel is launched.
 Mechanism:
 1. A batch of short requests runs with one tile shape.
 2. A neighbour of ten rows instead of nine joins.
-3. Everybody's keys are now cut otherwise, and everybody's last bits change.
+3. The keys of every request are now split differently, and the last bits of every request change.
 Key functions:
 FlashAttention 3 as used by vLLM's batch-invariant mode (an open issue when read). Here
 `attention.cpu.Backend.bind`.
 Symptom:
 Bits depend on the neighbours; values do not.
 Risk and impact:
-A deterministic mode that holds in uniform tests and fails in traffic. Neighbours of other lengths
-belong into every such test.
+A deterministic mode that passes uniform tests and fails in traffic. Every such test needs
+neighbours of other lengths.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
 """An LSE in base 2 was merged as if it were natural.
 
 Summary:
-Two partial attentions are merged by their log-sum-exps. One library returns them in base 2, the
+Two partial attentions are merged by their log-sum-exps. One library returns them in base 2; the
 merge expected base e.
 Motivation:
-Both are "the LSE", of the same shape and a similar size. Each library documents its own, or does
-not.
+Both are called "the LSE", with the same shape and a similar size. Each library documents its own
+base, or does not.
 Mechanism:
 1. New keys and cached keys are attended to separately (MLA with a prefix hit).
 2. FlashInfer's LSE is log2 of the sum; the merge computes exp(a - b).
-3. The parts are weighted by a power of the right ratio; with a prefix much longer than the suffix
-   the error is largest.
+3. The parts are weighted by a power of the right ratio; the error is largest with a prefix much
+   longer than the suffix.
 Key functions:
 vLLM's merge of chunked context (known from the issue; SGLang has the same pattern in two places).
-Here the last line of the CPU's `run_unit`, the one place where its base 2 becomes natural; the
-revert takes it back behind the call.
+Here the last line of the CPU's `run_unit`, the one place where base 2 is converted to natural; the
+revert undoes it after the call.
 Symptom:
-Warm runs differ from cold ones. Where nothing is merged, only a look at the LSE itself shows it:
+Warm runs differ from cold ones. Where nothing is merged, only a check of the LSE itself shows it:
 this revert breaks that property alone.
 Risk and impact:
-Silent; grows with the prefix.
+Silent; the error grows with the prefix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draft tokens were stored by a position that was not their place in the sequence.
+"""Draft tokens were stored by a position that was not their index in the sequence.
 
 Summary:
 The slot of a token was computed from the first component of a multimodal position instead of the
@@ -7,16 +7,15 @@ Motivation:
 For text both are the same number. With images, positions repeat or jump (known from the issue).
 Mechanism:
 1. A model with three-part rotary positions drafts.
-2. positions[0] is taken for "how many keys are before this one".
-3. Keys land in slots of earlier tokens of the same request.
+2. positions[0] is used as the number of keys before the row.
+3. Keys are written to slots of earlier tokens of the same request.
 Key functions:
 vLLM's EAGLE proposer. Here `plan.build.write_slots`, which uses the position that also decides what
-a row sees. The revert counts a
-request's rows from 0.
+a row sees. The revert numbers a request's rows from 0.
 Symptom:
 The prefix is overwritten and the new places stay empty.
 Risk and impact:
-Silent as long as the draft only proposes.
+Silent as long as only the draft model is affected.
 """
 
 from __future__ import annotations

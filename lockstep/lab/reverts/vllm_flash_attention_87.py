@@ -1,21 +1,21 @@
-"""The LSE came out in another order of heads than the output.
+"""The LSE had another order of heads than the output.
 
 Summary:
-For decoding with grouped heads, heads and rows are exchanged before the kernel. The output was put
-back in order, the LSE of the split
-path was not.
+For decoding with grouped heads, heads and rows are exchanged before the kernel. The output was
+restored to its order; the LSE of the split path was not.
 Motivation:
-With one row and many heads per kv head it pays to treat heads as rows. Whoever does so has two
-results to put back.
+With one row and many heads per kv head it pays to treat heads as rows. Then two results have to be
+restored.
 Mechanism:
 1. Query heads of one kv head become rows of a small matrix.
 2. With split keys, a second kernel combines the parts and writes the LSE in its own layout.
-3. Whoever merges by this LSE weighs head h with the sum of another head.
+3. A merge that uses this LSE weights head h with the sum of another head.
 Key functions:
-The combine kernel of vLLM's FlashAttention fork (known from the issue). Here
-`attention.cpu.call`, behind which output and LSE lie in the order of heads.
+The combine kernel of vLLM's FlashAttention fork (known from the issue). Here `attention.cpu.call`,
+after which output and LSE are both in the order of heads.
 Symptom:
-Outputs are right, and everything merged with them is wrong. Only a look at the LSE itself shows it.
+Outputs are right, and everything merged with them is wrong. Only a check of the LSE itself shows
+it.
 Risk and impact:
 Silent until a feature starts to use the LSE: cascade, chunked context, context parallelism.
 """
@@ -33,7 +33,7 @@ BACKEND = "cpu"
 CELLS = ("chunked/group-7",)
 RELATED = ("vllm-52796", "flashinfer-1148")
 
-GROUP = 7  # query heads per kv head of its cell
+GROUP = 7  # query heads per kv head of the cell's feature
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
