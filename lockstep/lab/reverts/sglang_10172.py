@@ -4,21 +4,19 @@ Summary:
 In some backends of SGLang, attention that should see every key of a request in both directions was
 masked causally.
 Motivation:
-Causality was decided inside each backend, from the kind of layer. Cross attention and encoder-only
-layers were missing in some of
-these tests.
+Each backend decided causality by itself, from the kind of layer. Some of these tests did not cover
+cross attention and encoder-only layers.
 Mechanism:
 1. A layer of an encoder asks for attention.
-2. The backend's test knows decoder layers and falls back to "causal".
-3. Every row sees itself and what is before it.
+2. The backend's test covers decoder layers and falls back to "causal".
+3. Every row sees only itself and the rows before it.
 Key functions:
 The causality tests in SGLang's FlashAttention and Triton backends. Here `attention.base.visible`,
-which reads `GroupSpec.causal`; every
-backend but the reference gets its ranges from it.
+which reads `GroupSpec.causal`; every backend but the reference gets its ranges from it.
 Symptom:
 Embeddings of all tokens but the last are wrong; pooled vectors look plausible.
 Risk and impact:
-Silent loss of quality that differs by backend. Two backends that disagree were the only sign.
+Silent loss of quality that differs by backend. The only sign was that two backends disagreed.
 """
 
 from __future__ import annotations

@@ -2,24 +2,23 @@
 
 Summary:
 Splits were counted from the end of the cached prefix instead of from position 0, so a request that
-hit the cache added up its keys in
-another order than one that did not.
+hit the cache added up its keys in a different order from one that did not.
 Motivation:
 Fixed split sizes make a kernel independent of the batch. They do not make it independent of where
 the counting starts.
 Mechanism:
 1. Cold: keys [0, n) are cut at multiples of the split size.
-2. Warm, prefix m: [0, m) and [m, n) are cut separately.
-3. Unless m is a multiple, the sums differ in their last bits, and a greedy tie breaks the other
-   way.
+2. Warm, with a prefix of m: [0, m) and [m, n) are cut separately.
+3. Unless m is a multiple of the split size, the sums differ in their last bits, and a near-tie of a
+   greedy choice goes the other way.
 Key functions:
 SGLang's answer was to turn the radix cache off for FlashInfer in deterministic mode. Here
-`attention.cpu.Backend.bind`: splits are aligned to
-absolute position 0, so a prefix changes nothing.
+`attention.cpu.Backend.bind`: splits are aligned to absolute position 0, so a prefix changes
+nothing.
 Symptom:
-The same prompt gives another greedy answer the second time.
+The same prompt gives a different greedy answer the second time.
 Risk and impact:
-Values are right, reproducibility is gone. The lab counts hits, so that "equal" cannot mean "never
+Values are right, but not reproducible. The lab counts hits, so that "equal" cannot mean "never
 hit".
 """
 

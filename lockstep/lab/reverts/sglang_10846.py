@@ -1,22 +1,23 @@
-"""A block was found in the cache by its own tokens, though its draft keys are of one token more.
+"""A cached block was matched by its own tokens, but its draft keys depend on one token more.
 
 Summary:
-The prefix tree named blocks by their tokens. A head's key at p is of token p + 1, so the last key
-of a block depends on a token behind it.
+The prefix tree keyed blocks by their tokens. A draft head's key at p is computed from token p + 1,
+so the last key of a block depends on the token after the block.
 Motivation:
-For the target the tokens of a block and those before it say everything.
+For the target model the tokens of a block and those before it determine its keys.
 Mechanism:
 1. A request leaves blocks in the tree, with the keys of both models.
-2. Another one has the same block, and another token behind it.
-3. It takes over the draft's last key, which is of the first one's token.
+2. Another request has the same block, followed by another token.
+3. It takes over the draft's last key, which was computed from the first request's token.
 Key functions:
 SGLang's radix cache with EAGLE (#11231 too), fixed by keys of two tokens. Here
-`kv.prefix.Root.ahead`: a block's name has one token more. With the bug `Prefix._longest` takes a
-block whose own tokens are the same.
+`kv.prefix.Root.ahead`: a block's key has one token more. With the bug `Prefix._longest` accepts a
+block if its own tokens are equal.
 Symptom:
-Acceptance depends on what was asked before: lower with a warm cache than with a cold one.
+The acceptance rate depends on earlier requests: lower with a warm cache than with a cold one.
 Risk and impact:
-Silent, and only where prompts part at the end of a block: system prompts do.
+Silent, and only where prompts diverge at the end of a block, as prompts with a common system prompt
+do.
 """
 
 from __future__ import annotations

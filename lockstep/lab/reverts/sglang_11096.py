@@ -1,21 +1,21 @@
-"""A seed that nobody gave became the same for everybody.
+"""Every request without a seed got the same seed.
 
 Summary:
 In deterministic mode every request has a seed. Without one, None reached the seeded sampler; later
 every such request got 42.
 Motivation:
-A fixed default makes a run repeatable, which is what deterministic mode is about.
+A fixed default makes a run repeatable, which is the purpose of deterministic mode.
 Mechanism:
 1. Two users send the same prompt without a seed and expect two answers.
 2. Both get the constant.
-3. Their answers are the same, today and tomorrow.
+3. Their answers are the same, every time.
 Key functions:
 SGLang's sampler in deterministic mode. Here `sample.params.resolve_seed`: drawn once per request
 and returned with the answer.
 Symptom:
-Retrying gives the same bad answer again; best-of-n by n requests is best of one.
+Retrying gives the same bad answer again; best-of-n by n requests is worth one answer.
 Risk and impact:
-Nothing looks wrong in any single answer. The lab asks twice and compares the seeds that come back.
+No single answer looks wrong. The lab asks twice and compares the seeds that are returned.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""Guesses were accepted by numbers that nobody had written.
+"""Draft tokens were accepted by uninitialised probabilities.
 
 Summary:
 Rejection sampling compares the target's probability with the draft's. Where the draft had none, the
-tensor was allocated and not filled: what lay there before decided.
+tensor was allocated but not filled, so the decision depended on the previous contents of that
+memory.
 Motivation:
 torch.empty is faster than zeros, and in tests the memory happens to be zero.
 Mechanism:
 1. A verify step takes draft probabilities; a draft without any passes an empty tensor.
-2. The acceptance test reads whatever the memory holds.
-3. Guesses are accepted although the target did not sample them.
+2. The acceptance test reads whatever the memory contains.
+3. Draft tokens are accepted although the target did not sample them.
 Key functions:
-SGLang's sampling verify. Here `spec.verify.accepted_path` compares tokens and has no probabilities;
-with the bug it takes the first child, whatever was sampled.
+SGLang's sampling verify. Here `spec.verify.accepted_path` compares tokens and uses no
+probabilities; with the bug it takes the first child, whatever was sampled.
 Symptom:
-Repetition and wrong tokens, as good as the draft.
+Repetition and wrong tokens: the answer is only as good as the draft.
 Risk and impact:
-Depends on what the memory held: not reproducible, and worse under load.
+It depends on memory contents: not reproducible, and worse under load.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""The key lists of draft rows were laid out for the whole bucket, and read for the rows that live.
+"""The key lists of draft rows were written with the bucket's stride and read with their own.
 
 Summary:
 A padded draft step has room for more rows and longer lists than it uses. Lists were written at the
-distance that the bucket has, and read at their own.
+bucket's stride, and read at the stride of the real rows.
 Motivation:
-Buffers are made for the largest step; a table of the whole bucket looks like the natural grid.
+Buffers are made for the largest step, and a table of the bucket's shape looks like the natural
+layout.
 Mechanism:
 1. A draft step of a few branches runs in the shape of a larger one.
 2. Its lists are broadcast over the rows and columns of the bucket.
-3. Row r reads where its list begins among those that live: in the middle of another row's.
+3. Row r reads where its list begins in the packed layout: in the middle of another row's list.
 Key functions:
 SGLang's draft decode with top-k above 1 under padding, where the shapes did not even agree. Here
-`plan.bucket.pad_group`: lists lie one behind the other, and pads add zeros at the end.
+`plan.bucket.pad_group`: lists are stored one after the other, and pads add zeros at the end.
 Symptom:
-Upstream an error of shapes. Here branches attend to keys of other branches, in padded steps alone.
+Upstream a shape error. Here branches attend to keys of other branches, in padded steps only.
 Risk and impact:
-Right in every test without padding, and wherever a bucket is full.
+Every step without padding is right, and so is a step that fills its bucket.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Window pages were released while a step in flight still needed them.
 
 Summary:
-Pages behind the window are given back as a request advances. The frontier was taken from a length
-that ran ahead of the work.
+Pages before the window are released as a request advances. The release frontier was computed from a
+length that ran ahead of the work.
 Motivation:
 With overlapped scheduling the host plans the next chunk while the device still reads for this one;
 rounding to pages adds its own error.
 Mechanism:
-1. The frontier is computed from the length after the chunk that is only planned.
+1. The frontier is computed from the length after a chunk that is only planned.
 2. Pages that hold keys inside the window of the running rows are freed.
-3. Somebody else takes and overwrites them.
+3. Another request takes and overwrites them.
 Key functions:
-The sliding-window eviction of SGLang's scheduler. Here `kv.tables.keep_from`: release counts by the
-committed length. The revert runs one
-page ahead.
+The sliding-window eviction of SGLang's scheduler. Here `kv.tables.keep_from`: pages are released by
+the committed length. The revert runs one page ahead.
 Symptom:
 Wrong values in window layers, under load, with pages larger than 1. Freed pages are poisoned in the
 lab, so that a late read shows.

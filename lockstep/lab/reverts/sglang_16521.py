@@ -1,13 +1,13 @@
-"""Generated tokens were not part of the key.
+"""Generated tokens were not part of the prefix-cache key.
 
 Summary:
-When a request ended, its keys were kept under the tokens of its prompt; those of its own answer
-were missing from the tree's key.
+When a request ended, its keys were cached under the tokens of its prompt; its generated tokens were
+missing from the tree's key.
 Motivation:
-Two lists of tokens exist, the one that was filled in for the prompt and the one that grows, and
-they are equal until the first answer.
+There are two lists of tokens, one filled in for the prompt and one that grows, and they are equal
+until the first token is generated.
 Mechanism:
-1. A request generates an answer; its keys are in pages of its own.
+1. A request generates an answer; the answer's keys are in its pages.
 2. Only the prompt's tokens are entered into the tree.
 3. The next turn of the conversation begins with prompt and answer, and matches the prompt alone.
 Key functions:
@@ -15,10 +15,9 @@ Key functions:
 inserts by the tokens that have keys.
 Symptom:
 Upstream, key and value had different lengths. Here the second turn finds fewer tokens than it
-should: the bits are right, the hit counter
-is not.
+should: the bits are right, the hit counter is not.
 Risk and impact:
-Every turn of a chat computes the whole answer before it again. Nothing but a counter can tell.
+Every turn of a chat computes the previous answer again. Only a counter shows it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""The second gap in a window was forgotten, and evicted keys were reused.
+"""The second gap in a window was missed, and evicted keys were reused.
 
 Summary:
 A prefix tree for window models may lose the window keys of inner nodes. A match must find a whole
-window behind its end; the counter
-that measures it was not reset at every gap.
+window before its end; the counter that measures it was not reset at every gap.
 Motivation:
-Window keys behind the window are the first to be evicted; the nodes stay, as tombstones, for the
-sake of the full layers.
+Keys that no running window covers are evicted first; the nodes stay, as tombstones, for the full
+layers.
 Mechanism:
-1. Going down the path, the length since the last gap is counted.
+1. The match walks down the path and counts the length since the last gap.
 2. At a gap the counter was reset only if the window had been whole just before.
-3. A second gap soon after the first is therefore not seen.
-4. The match ends where part of the window is missing; its pages are whatever the slots hold now.
+3. A second gap soon after the first is therefore missed.
+4. The match ends where part of the window is missing; its pages contain whatever the slots hold
+   now.
 Key functions:
 The prefix match of SGLang's radix cache for window models. Here `kv.prefix.Prefix._longest`.
 Symptom:
-After evictions, a cache hit gives another answer than a miss. It takes two gaps closer together
+After evictions, a cache hit gives a different answer from a miss. It needs two gaps closer together
 than a window.
 Risk and impact:
-Wrong text under memory pressure only, without an error: the table simply has fewer pages than the
-plan thinks.
+Wrong text under memory pressure only, without an error: the table has fewer pages than the plan
+assumes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Padding with a length of zero: NaN upstream, nothing here.
 
 Summary:
-Pad requests of a captured step had a key length of 0. Their rows divided nothing by nothing.
+Pad requests of a captured step had a key length of 0, so their rows computed 0 / 0.
 Motivation:
 Zero looks like the natural length of a request that does not exist.
 Mechanism:
@@ -9,13 +9,12 @@ Mechanism:
 2. Upstream, 0 / 0 gave NaN, which spread through later operations over the whole batch.
 Key functions:
 SGLang's graph padding for FlashInfer; the fill value became 1. Here `plan.bucket.pad_group`, for
-cross attention, where kv_lens is what
-rows see.
+cross attention, where kv_lens decides what rows see.
 Symptom:
-Upstream: NaN. Here: pad rows that are 0 instead of some finite number, and nobody reads them.
+Upstream: NaN. Here: pad rows are 0 instead of some finite number, and nothing reads them.
 Risk and impact:
 An equivalent mutant. Self attention cannot even express it: a row sees at least itself, whatever
-kv_lens says.
+kv_lens is.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """The fused FP8 write put the window layers' keys into the full layers' slots.
 
 Summary:
-Window layers have a pool and slots of their own. A faster write for FP8 caches skipped the
-translation and used full-pool slots.
+Window layers have their own pool and slots. A faster write for FP8 caches skipped the translation
+and used full-pool slots.
 Motivation:
 The slot of a token is translated inside the ordinary write. The fused kernel replaces that write,
-translation included.
+including the translation.
 Mechanism:
-1. With an FP8 cache the step takes the fused quantise-and-store kernel.
-2. It is given the slots as they come, which are the full pool's.
-3. The window pool is written at these indices; reads, translated, find old data.
+1. With an FP8 cache the step uses the fused quantise-and-store kernel.
+2. The kernel gets the untranslated slots, which are the full pool's.
+3. The window pool is written at these indices; reads are translated and find old data.
 Key functions:
 The fused write of SGLang's trtllm_mha backend. Here `plan.build.write_slots`: write and read
-addresses of a group come from the same
-pages by one formula, and the pool has two writers in all.
+addresses of a group are computed from the same pages by one formula, and the pool has only two
+writers.
 Symptom:
 Window layers read keys that were never written there, and keys of other requests are overwritten.
 Risk and impact:

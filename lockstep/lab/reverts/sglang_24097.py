@@ -1,33 +1,28 @@
-"""An embedding model skipped the cache write and read the cache all the same.
+"""An embedding model skipped the cache write but still read the cache.
 
 Summary:
 A fast path for embedding models attends to this step's own keys and never writes the cache. For MLA
-the write was skipped, but the
-read still went to the cache, which held whatever was there before.
+the write was skipped, but the read still used the cache, with whatever was there before.
 Motivation:
 The fast path (#21971) saves the cache traffic of models that never decode. It was guarded by "is an
-embedding model, not chunked, no
-radix cache", and not by the attention kind.
+embedding model, not chunked, no radix cache", but not by the kind of attention.
 Mechanism:
 1. One flag, fa_skip_kv_cache, is computed at start.
 2. In forward_extend the flag skips the write for both layouts, dense and MLA.
-3. The branch that reads raw K/V instead of the cache lies inside `if not use_mla`, so MLA falls
+3. The branch that reads raw K/V instead of the cache is inside `if not use_mla`, so MLA falls
    through to the cached read.
-4. The rows of this step attend to slots that nobody wrote: stale data of an earlier request, or
+4. The rows of this step attend to slots that were not written: stale data of an earlier request, or
    uninitialised memory.
 Key functions:
 FlashAttentionBackend.__init__ (the flag) and forward_extend. Here `kv.pool.view`: a fresh group's
-view passes this step's rows through
-and has no storage, so a stale read cannot be written down; the revert has to bring a cache of its
-own.
+view passes this step's rows through and has no storage, so a stale read cannot be expressed; the
+revert adds its own cache.
 Symptom:
-Embeddings that depend on what ran before. With a poisoned cache: NaN in every output. No public MLA
-embedding model existed at the
-time, so nobody was hit; the fix is one more condition in the flag.
+Embeddings depend on what ran before. With a poisoned cache: NaN in every output. No public MLA
+embedding model existed at the time, so no user was hit; the fix is one more condition in the flag.
 Risk and impact:
-Latent, but of the worst kind: content of other requests can shine through in an embedding. A second
-bug of the same fast path
-(#27343, padding) followed.
+Latent, but severe: content of other requests can affect an embedding. A second bug of the same fast
+path (#27343, padding) followed.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ RELATED = ("sglang-27343", "sglang-10172")
 
 
 class Unwritten(UncachedKv):
-    """The write is skipped, the read is not."""
+    """Skips the write and reads a cache full of NaN."""
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         live = super().keys(layer, k, v)

@@ -1,24 +1,22 @@
 """Window layers were read with the page ids of the full layers.
 
 Summary:
-The kernel that serves deterministic mode reads prefix and new keys from the pool in one pass. For
-window layers the new half was
-addressed with full-pool ids.
+The kernel of deterministic mode reads prefix and new keys from the pool in one pass. For window
+layers the new half was addressed with full-pool ids.
 Motivation:
-Deterministic mode swaps the extend kernel. The other kernel takes new keys as tensors and needs no
-addresses for them, so there was
-nothing to translate before.
+Deterministic mode replaces the extend kernel. The other kernel takes new keys as tensors and needs
+no addresses for them, so there was nothing to translate before.
 Mechanism:
 1. The unified kernel gets one index list: prefix entries, then new entries.
-2. Prefix entries were translated to the window pool, new entries were not.
-3. New keys are read at foreign slots of the window pool.
+2. Prefix entries were translated to the window pool; new entries were not.
+3. New keys are read from slots of the window pool that belong to other tokens.
 Key functions:
 SGLang's unified Triton extend for SWAKVPool. Here `attention.base.addresses`, which takes a group's
 table from that group's own arrays.
 Symptom:
-Wrong extends in deterministic mode only.
+Wrong extend steps, in deterministic mode only.
 Risk and impact:
-Silent, and in the very mode that people turn on to trust their numbers.
+Silent, and in the mode that users enable to trust their numbers.
 """
 
 from __future__ import annotations

@@ -1,26 +1,24 @@
 """A tree was verified in the window layers with slots of the full layers' pool.
 
 Summary:
-Full and window layers keep their keys in pools of their own. The table of draft nodes was made in
-full-pool slots and not translated
-for the window layers.
+Full and window layers keep their keys in separate pools. The table of draft nodes was made of
+full-pool slots and not translated for the window layers.
 Motivation:
-One request has two addresses for every token. Any table that is built once and used for both kinds
-of layers needs a translation, at
-every place where one is made.
+Every token has two addresses. A table that is built once and used for both kinds of layers needs a
+translation, wherever such a table is made.
 Mechanism:
 1. Verifying a tree with top-k > 1 expands a table of one slot per visible node.
 2. The plain page table is translated to window slots; the expanded one is not.
-3. Window layers read whatever lies at that index of their pool.
+3. Window layers read whatever is at that index of their pool.
 Key functions:
 The verify metadata of SGLang's FlashAttention backend. Here `attention.base.lists`;
-`plan.build.tail_slots` makes a list per group from
-that group's own pages, and ids of different groups have nothing to do with each other.
+`plan.build.tail_slots` makes a list per group from that group's own pages, and ids of different
+groups are unrelated.
 Symptom:
 Wrong tokens on models with windows; right as long as both pools happen to be laid out alike. The
-lab shuffles each pool by itself.
+lab shuffles each pool independently.
 Risk and impact:
-Silent; reads keys of other requests. #20369, #24395, #27491 and #33517 are siblings: the class is
+Silent; reads keys of other requests. #20369, #24395, #27491 and #33517 are similar: the class is
 large.
 """
 

@@ -1,35 +1,31 @@
-"""Determinism was forwarded for full attention and forgotten for window and cross attention.
+"""Fixed splits were passed on for full attention but not for window and cross attention.
 
 Summary:
-SGLang's deterministic mode fixes how FlashInfer cuts the keys of a row into splits. The two
-arguments that carry this were
-not passed on in the sliding-window and cross-attention updaters, so there the library chose its cut
-by looking at the whole batch.
+SGLang's deterministic mode fixes how FlashInfer cuts the keys of a row into splits. The
+sliding-window and cross-attention updaters did not pass on the two arguments for this, so there the
+library chose the cut from the whole batch.
 Motivation:
-`--enable-deterministic-inference` promises log-probabilities that do not depend on who else is in
-the batch. On models with windows
-or an encoder the promise was empty: 22 of 43 log-probabilities differed between batch sizes in the
-author's measurement, 0 afterwards.
+`--enable-deterministic-inference` promises log-probabilities that do not depend on the other
+requests in the batch. On models with windows or an encoder the promise was broken: 22 of 43
+log-probabilities differed between batch sizes in the author's measurement, 0 afterwards.
 Mechanism:
 1. A planner that is free to choose balances the batch: it divides all keys of all requests by the
    number of workers.
-2. Every request that joins or leaves moves the split boundaries of all the others.
-3. A split is an online softmax of its own, and splits are merged with one more rounding each:
-   another cut, other last bits.
+2. Every request that joins or leaves moves the split boundaries of all other requests.
+3. Each split is an online softmax, and merging splits adds one rounding each: another cut gives
+   other last bits.
 4. Four leaf methods (window and cross, decode and prefill) called the planner without
-   `fixed_split_size` and `disable_split_kv`,
-   although both had been handed to them; the single-wrapper path did pass them, so plain models
-   never showed it.
+   `fixed_split_size` and `disable_split_kv`, although both had been passed to them. The
+   single-wrapper path did pass them, so plain models never showed it.
 Key functions:
 FlashInferIndicesUpdaterDecode / Prefill .update_sliding_window and .update_cross_attention. Here
-`attention.cpu.Backend.bind`, which sees
-the plan but must not look at it: the split is a function of the head sizes.
+`attention.cpu.Backend.bind`, which sees the plan but must not use it here: the split is a function
+of the head sizes.
 Symptom:
-Values stay right to the last few bits; bits change with the batch. Only a bitwise comparison can
-see it. As far as we can read, the fix
-left verify and draft-extend steps without a fixed split.
+Values are right to the last few bits; bits change with the batch. Only a bitwise comparison can see
+it. As far as we can read, the fix left verify and draft-extend steps without a fixed split.
 Risk and impact:
-Silent: no error, no visible loss of quality, and every promise built on equal bits (replay,
+Silent: no error and no visible loss of quality, but every promise built on equal bits (replay,
 caching, audits) is void for such models.
 """
 

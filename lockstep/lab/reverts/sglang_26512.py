@@ -1,35 +1,32 @@
-"""The length of the cache was already counted after the write, and the new rows were added once
-more.
+"""The cache length already included the new rows, and they were added once more.
 
 Summary:
 A fix for "draft-extend does not see its new keys" added the number of new rows to a length that
-already held them. The kernel then read
-as many keys past the end as there were new rows. It was reverted soon (#26628).
+already included them. The kernel then read past the end, by as many keys as there were new rows.
+The fix was reverted soon (#26628).
 Motivation:
-Whether seq_lens means "before the write" or "after the write" depends on the mode in that engine.
-In DRAFT_EXTEND_V2 the worker had
-raised it before the metadata was built; a test fixture had not, and made right code look wrong.
+In that engine the mode decides whether seq_lens means "before the write" or "after the write". In
+DRAFT_EXTEND_V2 the worker had increased it before the metadata was built; a test fixture had not,
+and made correct code look wrong.
 Mechanism:
 1. The draft worker sets seq_lens = committed + num_draft_tokens, then asks for metadata.
 2. The fix computes cache_seqlens = seq_lens + extend_seq_lens: the new rows are counted twice.
 3. Causality is aligned to the end of the cache, so row j sees new_len keys beyond itself, up to
    new_len beyond the last one written.
-4. What lies there: keys of rejected drafts, of another request, or nothing.
+4. Those slots contain keys of rejected draft tokens, keys of another request, or nothing.
 Key functions:
 init_forward_metadata and init_forward_metadata_replay_cuda_graph of the FlashAttention backend. In
-Lockstep `kv_lens` has one meaning,
-after the write, always, and `plan.check` holds it to the positions; causal rows do not even read
-it: they see up to their own position.
-So the mistake is put where extents are really read, the `Rows` of the lowered group, and cut off at
-the pages the request holds.
+Lockstep `kv_lens` always means after the write, and `plan.check` compares it with the positions.
+Causal rows do not even read it: they see up to their own position. The revert therefore changes the
+`Rows` of the lowered group, where extents are actually read, and clips at the pages that the
+request holds.
 Symptom:
 Rows see the future and unwritten slots: wrong values, and NaN in a poisoned cache. Outputs of short
 tests stay plausible.
 Risk and impact:
-The story is a warning about reports: the text of the revert and its reviewers say that the reverted
-state is the broken one. It was
-not; #26651 corrected the fixture and found that another backend was wrong. Whoever follows the text
-ships the double count.
+A warning about reports: the text of the upstream revert and its reviewers claim that the reverted
+state is the broken one. It was not; #26651 corrected the fixture and found that another backend was
+wrong. An engine that follows the text ships the double count.
 """
 
 from __future__ import annotations

@@ -1,27 +1,26 @@
 """New rows were attended to twice: once as prefix, once as themselves.
 
 Summary:
-Triton's draft-extend under CUDA graphs built the prefix part from lengths that already counted the
-new rows, and passed the new keys
-separately as well.
+Under CUDA graphs, Triton's draft-extend built the prefix part from lengths that already included
+the new rows, and passed the new keys separately as well.
 Motivation:
 The kernel takes "prefix from the cache" and "new keys" as two inputs. seq_lens means
-after-the-write in this mode, before-the-write in
-others. The error was found while correcting the fixture behind #26512, which had blamed other
-backends.
+after-the-write in this mode and before-the-write in other modes. The error was found while
+correcting the fixture behind #26512, which had blamed other backends.
 Mechanism:
 1. kv_indptr is built from seq_lens = prefix + new.
-2. The prefix part is not masked, so every row sees all new keys through it, later ones too.
+2. The prefix part is not masked, so through it every row sees all new keys, including later ones.
 3. The new part adds the keys up to the row itself a second time.
 Key functions:
 The draft-extend branch of SGLang's Triton metadata for graph replay. Here
-`attention.cpu.Backend.bind`: keys are named by position,
-each once, so the revert has to name the new ones again in lists behind the end.
+`attention.cpu.Backend.bind`: keys are addressed by position, each once, so the revert has to list
+the new keys again after the end.
 Symptom:
-Weights of recent tokens too high, future drafts visible; draft acceptance falls.
+The weights of recent tokens are too high, and later draft tokens are visible; the acceptance rate
+falls.
 Risk and impact:
-Speculation still returns valid text, it only gets slower: nobody looks. In a target model it would
-be a wrong answer.
+Speculation still returns valid text and only gets slower, so it goes unnoticed. In a target model
+it would be a wrong answer.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""The draft of a prompt's chunk was given a sampled token where the prompt goes on.
+"""At the end of a chunk the draft head got a sampled token instead of the next prompt token.
 
 Summary:
-A head's row at p is of the token at p + 1. For the last row of a chunk that is the next token of
-the prompt; it was given what had been sampled behind the chunk.
+A draft head's row at p uses the token at p + 1. For the last row of a chunk that is the next token
+of the prompt; it got the token sampled after the chunk instead.
 Motivation:
-Behind a decode step the next token is the sampled one, and the last chunk of a prompt is no other.
+After a decode step the next token is the sampled one, and so it is after the last chunk of a
+prompt.
 Mechanism:
 1. A prompt is computed in chunks, and the head extends its keys chunk by chunk.
-2. Behind the last row of a chunk stands a token that nobody asked for.
-3. One key per chunk is of a wrong token, for as long as the request runs.
+2. After the last row of a chunk, a sampled token takes the place of the prompt token.
+3. One key per chunk is computed from a wrong token and stays until the request ends.
 Key functions:
 EAGLE's draft-extend after chunked prefill in SGLang. Here `spec.model_draft.ModelDraft.observe`
-reads `request.tokens`, where the prompt is whole; with the bug the token behind a chunk is another.
+reads `request.tokens`, which contains the whole prompt; the revert changes the token after each
+chunk.
 Symptom:
-Acceptance falls after long prompts. The answers stay right.
+The acceptance rate falls after long prompts. The answers stay right.
 Risk and impact:
 A silent loss of speed that grows with the prompt; no test of answers can see it.
 """

@@ -1,22 +1,22 @@
 """The room for draft key lists was computed without the number of branches.
 
 Summary:
-The buffer that holds the keys of every draft branch had one row per request, not one per branch.
+The buffer for the key lists of draft branches had one row per request, not one per branch.
 Motivation:
 The width was right for top-k 1, and sequences in tests are short enough to fit anyway.
 Mechanism:
-1. A request needs branches * length entries; its row offers length.
-2. Long sequences with several branches run over the end of their row.
-3. The next request's entries begin where this one's still go on: one of the two is overwritten.
+1. A request needs branches * length entries; its row has length entries.
+2. Long sequences with several branches overflow their row.
+3. The next request's entries begin inside this request's entries: one of the two is overwritten.
 Key functions:
 The draft graph buffers (kv_indices) of SGLang's FlashInfer backend; MLA had the same error
-(#27460). Here `plan.build.tail_slots`: its
-capacity is rows * longest list, part of the bucket, and checked.
+(#27460). Here `plan.build.tail_slots`: its capacity is rows * longest list, part of the bucket, and
+checked.
 Symptom:
-Drafts with keys of another request; later NaN or an illegal access.
+Drafts use keys of another request; later NaN or an illegal access.
 Risk and impact:
 Memory corruption in a captured buffer. Upstream's own toggle for this fix no longer matched its
-code when we looked: reverts rot.
+code when we looked: reverts go stale.
 """
 
 from __future__ import annotations

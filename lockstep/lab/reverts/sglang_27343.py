@@ -7,17 +7,17 @@ The fast path of embedding models takes boundaries for keys and queries from one
 graphs pad tokens, not requests.
 Mechanism:
 1. The batch is padded from n to bucket tokens.
-2. The boundaries still end at n, so no request holds the rows behind it.
-3. The kernel has to put them somewhere: the last request's end is no longer where it was.
+2. The boundaries still end at n, so the rows after n belong to no request.
+3. The kernel has to assign them to a request: the last request no longer ends where it did.
 Key functions:
 fa_skip_kv_cache under piecewise graphs in SGLang. Here `plan.bucket.pad`, which appends ordinary
-requests so that the boundaries cover
-every row; in the revert the last real request swallows the pads.
+requests so that the boundaries cover every row; in the revert the pad rows become part of the last
+real request.
 Symptom:
-NaN in the embedding of the last token upstream. Here: an encoder's last request sees pad rows as
-keys, only when padded.
+Upstream: NaN in the embedding of the last token. Here: an encoder's last request sees pad rows as
+keys, in padded steps only.
 Risk and impact:
-Depends on how far the batch is from a captured size, so on the load.
+It depends on how far the batch is from a captured size, hence on the load.
 """
 
 from __future__ import annotations

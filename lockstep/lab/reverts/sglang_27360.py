@@ -1,34 +1,31 @@
-"""A draft step wrote all future columns of its lists into rows that had room for the live ones
-only.
+"""A draft step wrote the list entries of all planned steps into rows sized for the current step.
 
 Summary:
-EAGLE's draft decode keeps, per branch, the pages of the draft tokens produced so far. With pages
-larger than 1 the list was filled with
-all planned steps instead of the live ones, overflowed its row and overwrote its neighbour.
+For every branch, EAGLE's draft decode keeps the pages of the draft tokens produced so far. With
+pages larger than 1 the list was filled with all planned steps instead of the steps so far,
+overflowed its row and overwrote the next one.
 Motivation:
-With several branches (top-k > 1) every draft step builds such a table anew, inside buffers that a
-CUDA graph has captured. Pages of 1
-had the cut, larger pages did not.
+With several branches (top-k > 1) every draft step rebuilds such a table, inside buffers that a CUDA
+graph has captured. The path for pages of 1 had the cut; the one for larger pages did not.
 Mechanism:
 1. The slots of a branch arrive num_steps wide, whatever the current step is.
-2. The table of step s has decode_length + 1 columns per row, enough for the live tokens.
+2. The table of step s has decode_length + 1 columns per row, enough for the tokens so far.
 3. The scatter writes one column per distinct page of all num_steps slots: with small pages that is
    more than the row has.
-4. The surplus lands in the next row, and behind the last row in foreign memory of the graph's pool.
+4. The surplus is written to the next row, and after the last row to other memory of the graph's
+   pool.
 Key functions:
 FlashAttentionBackend._apply_cuda_graph_metadata and draft_decode_set_expand_metadata. Here
-`plan.build.tail_slots`, which fills the
-lists of tree rows; their widths come from `plan.build.paths` and nowhere else.
+`plan.build.tail_slots`, which fills the lists of tree rows; `plan.build.paths` alone determines
+their widths.
 Symptom:
-NaN logits or an illegal access, much later and somewhere else. In the lab: a branch reads a slot
-that its neighbour will use in a later
-step, still NaN, and writes its own key to the wrong place.
+NaN logits or an illegal access, much later and elsewhere. In the lab: a branch reads a slot that
+its neighbour will use in a later step, still NaN, and writes its own key to the wrong place.
 Risk and impact:
 Memory corruption without an error, in ordinary setups (top-k 8, pages of 2). The fix cuts the slots
-to decode_length and asserts the
-width; putting the bug back upstream now meets that guard, not the symptom, so the lab runs every
-revert with guards and without.
-(A seed report adds a fix for empty batches; the merged commit has none.)
+to decode_length and asserts the width. Putting the bug back upstream now triggers that assertion,
+not the symptom, so the lab runs every revert with guards and without. (A seed report adds a fix for
+empty batches; the merged commit has none.)
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The room for draft key lists of latent attention was computed without the number of branches.
+"""The room for draft key lists of latent attention ignored the number of branches.
 
 Summary:
-The same error as in the dense backend (`sglang-27338`), in the latent one, where it was found
-later: the buffer has one row per request, not one per branch.
+The error of the dense backend (`sglang-27338`) in the latent one, where it was found later: the
+buffer has one row per request, not one per branch.
 Motivation:
-A fix is made where the report came from; the copy beside it looks different enough to be missed.
+A fix is made where the report points; similar code next to it looks different enough to be missed.
 Mechanism:
-1. A request needs branches * length entries; its row offers length.
-2. The lists of later branches run over the end of the row.
-3. What does not fit is cut: these branches read slot 0.
+1. A request needs branches * length entries; its row has length entries.
+2. The lists of later branches overflow the row.
+3. Entries that do not fit are cut: these branches read slot 0.
 Key functions:
 The draft graph buffers (kv_indices) of SGLang's FlashInfer MLA backend. Here
-`plan.build.tail_slots`, one text for every layout; the revert breaks it for latent groups alone.
+`plan.build.tail_slots`, one function for every layout; the revert breaks it for latent groups only.
 Symptom:
-Drafts of a latent model with foreign keys; later NaN or an illegal access.
+Drafts of a latent model use wrong keys; later NaN or an illegal access.
 Risk and impact:
-Memory corruption in a captured buffer, of one family of models.
+Memory corruption in a captured buffer, for one family of models.
 """
 
 from __future__ import annotations

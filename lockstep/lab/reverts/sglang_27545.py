@@ -1,4 +1,4 @@
-"""Rows were dealt to requests by a fixed stride although requests had different numbers of rows.
+"""Rows were assigned to requests by a fixed stride although requests had different numbers of rows.
 
 Summary:
 The row boundaries of a draft-extend step were computed as request * stride, with a stride that was
@@ -7,16 +7,16 @@ Motivation:
 With top-k 1 the two numbers, num_steps + 1 and num_draft_tokens, are equal. With top-k > 1 they are
 not.
 Mechanism:
-1. qo_indptr is an arithmetic sequence of the wrong step.
-2. Rows are computed against the keys of a neighbour, or of nobody.
+1. qo_indptr is an arithmetic sequence with the wrong step.
+2. Rows are computed against the keys of a neighbour, or against no request's keys.
 3. max_extend_len, too small as well, drops query blocks: their output is never written.
 Key functions:
 SGLang's Triton draft-extend metadata. Here `attention.cpu.blocks`, which cuts rows into blocks by
-q_indptr and nothing else.
+q_indptr alone.
 Symptom:
-NaN in the draft model, or rows that answer for another request.
+NaN in the draft model, or rows that were computed for another request.
 Risk and impact:
-Silent where it is not NaN; content of one request reaches another one's draft.
+Silent where it is not NaN; content of one request enters another one's draft.
 """
 
 from __future__ import annotations

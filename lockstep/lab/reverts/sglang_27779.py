@@ -1,24 +1,22 @@
 """Freed window keys were still listed.
 
 Summary:
-Window keys behind the window are freed while the node that held them stays. The page was freed; the
-entry that pointed at it was not
-cleared.
+Window keys that the window has passed are freed while their node stays. The page was freed, but the
+entry that points to it was not cleared.
 Motivation:
-Freeing works by pages, the map from full to window slots by tokens; only the tokens that were
-passed in were cleared.
+Pages are freed as a whole, but the map from full to window slots was cleared only for the tokens
+that were passed in.
 Mechanism:
-1. The window page of an inner node is evicted and handed to somebody else.
+1. The window page of an inner node is evicted and handed to another request.
 2. The node's entry still names it.
-3. A prompt runs along the path; the window seems to be whole.
-4. It is given a page that holds another request's keys, or none.
+3. A prompt matches the path, and the window seems to be whole.
+4. The request gets a page that holds another request's keys, or none.
 Key functions:
 The window allocator of SGLang with pages larger than 1. Here `kv.prefix.Prefix._lose`, which gives
-pages back and takes them off the node;
-the revert leaves them there where the node stays.
+pages back and removes them from the node; the revert leaves them in nodes that stay.
 Symptom:
-A hit gives another answer than a miss, and two owners believe in one page: when idle, holds and
-holders do not agree.
+A hit gives a different answer from a miss, and one page has two owners: when the engine is idle,
+reference counts and holders disagree.
 Risk and impact:
 A leak between users, under memory pressure, for models with windows.
 """
