@@ -1,10 +1,10 @@
 """Historical bugs of this field, put back on purpose: the lab must go red.
 
-A revert is a file here. Its docstring is the case file; `TARGET` names the function it replaces,
-`revert(old)` makes the old, wrong one, and every cell in `CELLS` must fail. The engine holds no bug
-code: `swapped` puts the wrong function in place, wherever it was imported, and takes it out in
-`finally`. A target that vanished or changed its parameters is an error, so refactoring cannot
-disarm a revert.
+A revert is a file in this package. Its docstring is the case file; `TARGET` names the function it
+replaces, `revert(old)` makes the old, wrong one, and every cell in `CELLS` must fail. The engine
+has no bug code: `swapped` installs the wrong function in every module that imported the right one,
+and restores the right one in `finally`. A target that vanished or changed its parameters is an
+error, so refactoring cannot disarm a revert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.types import RuleError
 if TYPE_CHECKING:
     from torch import Tensor
 
-VARIABLE = "LOCKSTEP_REVERT"  # names a revert that any command runs with, its worker processes too
+VARIABLE = "LOCKSTEP_REVERT"  # revert to run a command with, worker processes included
 SECTIONS = ("Summary", "Motivation", "Mechanism", "Key functions", "Symptom", "Risk and impact")
 
 
@@ -40,19 +40,19 @@ class Revert:
     target: str  # module:function or module:Class.method
     cells: tuple[str, ...]  # recipe/feature, each must fail
     related: tuple[str, ...]
-    backend: str  # whose text it is in; "" for what all backends use
+    backend: str  # the one whose code the target is; "" for code that all share
     crash: bool  # whether killing the process counts
-    equivalent: str  # the proof that nothing can notice it; "" for all others
+    equivalent: str  # the proof that no cell can notice it; "" for real bugs
     make: Callable[[Any], Any]
 
 
 def names() -> list[str]:
-    """All reverts."""
+    """Returns the names of all reverts, sorted."""
     return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__))
 
 
 def load(name: str) -> Revert:
-    """The revert called `name`, its story parsed."""
+    """Returns the revert called `name`, with its case file parsed."""
     if name not in names():
         close = get_close_matches(name, names(), 1)
         raise RuleError(
@@ -79,7 +79,7 @@ def load(name: str) -> Revert:
 
 
 def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
-    """Title and sections of a case file. Every section of SECTIONS has to be there."""
+    """Returns title and sections of a case file. Raises unless all of SECTIONS are there."""
     title, _, rest = inspect.cleandoc(text).partition("\n")
     story: dict[str, str] = {}
     section = ""
@@ -99,12 +99,12 @@ def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
     return title, story
 
 
-_FROZEN: dict[tuple[int, int], list[Tensor]] = {}  # on a GPU, kept for good
+_FROZEN: dict[tuple[int, int], list[Tensor]] = {}  # copies on a GPU; never freed
 
 
 def frozen(tensor: Tensor) -> Tensor:
-    """A copy that was made for one step, which a recorded launch keeps for good. No GPU makes one
-    inside a capture: there it is that of the plain run before."""
+    """Returns a copy of `tensor` as of this step, which a recorded launch keeps reading on replay.
+    A GPU cannot copy during capture: there it returns the copy of the plain run before."""
     import torch
 
     if tensor.device.type == "cpu":
@@ -117,8 +117,8 @@ def frozen(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def swapped(revert: Revert) -> Iterator[None]:
-    """Puts the wrong function in place of the right one, in every module that holds it, and always
-    takes it out again."""
+    """Replaces the right function by the wrong one in every module that has it, and always restores
+    it."""
     owner, attribute, old = resolve(revert.target)
     new = revert.make(old)
     want, have = (list(inspect.signature(f).parameters) for f in (old, new))
@@ -142,15 +142,15 @@ def swapped(revert: Revert) -> Iterator[None]:
             setattr(place, key, old)
         for module in [
             m for n, m in sys.modules.items() if n.startswith("lockstep.")
-        ]:  # imported meanwhile, with the bug in place
+        ]:  # imported inside the block, with the bug in place
             for key in [key for key, value in vars(module).items() if value is new]:
                 setattr(module, key, old)
 
 
 @contextmanager
 def from_environment() -> Iterator[Revert | None]:
-    """Puts back the bug that LOCKSTEP_REVERT names, if it names one. The command line and every
-    worker process run inside this."""
+    """Puts back the bug that LOCKSTEP_REVERT names, if it is set. The command line and every worker
+    process run inside this."""
     name = os.environ.get(VARIABLE)
     if not name:
         yield None
@@ -161,7 +161,7 @@ def from_environment() -> Iterator[Revert | None]:
 
 
 def resolve(target: str) -> tuple[Any, str, Any]:
-    """The module or class, the attribute, and the function that a target names."""
+    """Returns the module or class, the attribute name and the function that a target names."""
     module_name, _, path = target.partition(":")
     *outer, attribute = path.split(".")
     owner = importlib.import_module(module_name)

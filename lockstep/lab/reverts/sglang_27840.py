@@ -1,19 +1,19 @@
-"""The index of emitted rows was made for one step, in another integer type, outside of the buffers.
+"""The index of emitted rows was a per-step copy outside the captured buffers.
 
 Summary:
-Eager code indexes with int64, the buffers of a graph hold int32. Where both meet, one side
-converts, and the result is a tensor of that step.
+Eager code indexes with int64; a graph's buffers are int32. Where both meet, one side converts, and
+the result is a tensor of that step.
 Motivation:
-torch asked for int64 once; the conversion on the host stayed.
+torch once required int64; the conversion on the host stayed.
 Mechanism:
-1. The step that is recorded emits the last row of every request.
+1. The recorded step emits the last row of every request.
 2. In a later step of the bucket the requests have other lengths.
 3. The replay emits the rows of the recorded step.
 Key functions:
 FlashInfer MLA under graphs in SGLang. Here `run.runner.emitted`, which indexes with the arena's own
 numbers.
 Symptom:
-The next token is chosen by the logits of another row, or of a pad.
+The next token is chosen by the logits of another row, or of a pad row.
 Risk and impact:
 Only in buckets of ragged steps; decode steps emit every row and look right.
 """

@@ -1,7 +1,7 @@
 """Rows per block followed the batch: upstream it changed bits, here it cannot.
 
 Summary:
-A kernel chose how many rows a block computes, and a fast path for small batches, by the number of
+A kernel chose the number of rows per block, and a fast path for small batches, by the number of
 rows in the batch.
 Motivation:
 Small batches leave the machine idle unless blocks get smaller.
@@ -14,8 +14,8 @@ that depends on the batch.
 Symptom:
 Upstream: log-probabilities changed with the batch size. Here: none.
 Risk and impact:
-An equivalent mutant. It is kept because the freedom is used: block sizes are tuned for speed, and
-this says why they may be.
+An equivalent mutant. It is kept because block sizes are tuned for speed, and the proof says why
+they may be.
 """
 
 from __future__ import annotations

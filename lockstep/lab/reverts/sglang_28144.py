@@ -1,8 +1,8 @@
 """The scale of V was never applied.
 
 Summary:
-With an FP8 cache, the second product's scale was fixed at 1.0, so outputs were those of the stored
-numbers, not of V.
+With an FP8 cache, the second product's scale was fixed at 1.0, so outputs were computed from the
+stored numbers, not from V.
 Motivation:
 Scales of K, of V and of the query are folded into two numbers before the call. One of the two was a
 constant.
@@ -10,8 +10,7 @@ Mechanism:
 1. The cache holds v / v_scale in FP8.
 2. The call passes bmm2_scale = 1.0.
 3. The output is too small or too large by v_scale. (The query was also cast to FP8 without a scale,
-   and k_scale was applied even to
-   caches that are not FP8.)
+   and k_scale was applied even to caches that are not FP8.)
 Key functions:
 SGLang's trtllm_mha backend. Here `attention.base.value_scale`, applied once, after the division.
 Symptom:

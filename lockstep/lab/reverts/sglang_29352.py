@@ -1,24 +1,22 @@
-"""A page was freed while somebody still held it.
+"""A page was freed while another request still held it.
 
 Summary:
 Slots of a cached prefix that a running request had locked were given back, and the next request got
 them.
 Motivation:
-Several holders of one page need a count. Repairing one part of a tree node (its window half)
-replaced the other half without asking for
-the lock.
+A page with several holders needs a reference count. Repairing one part of a tree node (its window
+half) replaced the other half without checking the lock.
 Mechanism:
 1. A request runs on a cached node and locks it.
-2. A second request brings the window part back that the node had lost; recovery overwrites the
-   node's full slots with its own.
+2. A second request restores the window part that the node had lost; recovery overwrites the node's
+   full slots with its own.
 3. The old slots are freed although the first request still reads and extends them.
 4. A third request takes and fills them.
 Key functions:
 Tombstone recovery in SGLang's radix cache for window models. Here `kv.tables.PagePool.give`, which
-frees a page with its last hold; the
-revert frees it with the first.
+frees a page when its last holder gives it back; the revert frees it with the first.
 Symptom:
-A request's answer continues from somebody else's text. In the lab the partial page of a forked
+A request's answer continues from another user's text. In the lab the partial page of a forked
 request is handed out again.
 Risk and impact:
 A leak between users, under concurrency only.

@@ -1,21 +1,21 @@
 """A page table was narrower than what speculation writes.
 
 Summary:
-Tables had room for the tokens of a request; a verify step writes up to its width behind them.
+Tables had room for the tokens of a request; a verify step writes up to its width past them.
 Motivation:
-The length of a request is known; how far its guesses reach is somebody else's number.
+The length of a request is known; how far its draft tokens reach is decided elsewhere.
 Mechanism:
-1. A request stands close to the end of its pages.
-2. A verify step writes its guesses behind the last token.
-3. The slots of the last ones are looked up behind the end of the table's row: in the neighbour's.
+1. A request is close to the end of its pages.
+2. A verify step writes its draft tokens after the last token.
+3. The slots of the last ones are looked up past the end of the table's row: in the next row.
 Key functions:
-SGLang's req_to_token and page_table near the context's end. Here
-`sched.scheduler.Scheduler.make_room` reserves for the whole width, or the piece shrinks to a plain
-row; with the bug it reserves one key.
+SGLang's req_to_token and page_table near the end of the context. Here
+`sched.scheduler.Scheduler.make_room` reserves the whole width, or the step's rows shrink to one
+plain row; with the bug it reserves one key.
 Symptom:
 Keys of another request are overwritten, or the access faults.
 Risk and impact:
-Only near a limit, only with speculation: rare, and then somebody else's answer is wrong.
+Only near a limit, only with speculation: rare, and then another request's answer is wrong.
 """
 
 from __future__ import annotations

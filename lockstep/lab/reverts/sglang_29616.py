@@ -1,23 +1,22 @@
-"""A step wrote to the slots of the step before.
+"""A step wrote to the slots of the previous step.
 
 Summary:
 The batch object kept its write slots from one step to the next, and a path that should have
-computed new ones found some and used them.
+computed new ones used the old ones.
 Motivation:
-A mutable batch that is carried along: every field that is not set anew has a value from before, and
-it looks valid.
+The batch is mutable and reused: every field that is not set again keeps an old value that looks
+valid.
 Mechanism:
 1. A draft step runs and leaves its out_cache_loc in the batch.
 2. The next step of the same shape does not allocate, because the field is filled.
-3. New keys overwrite the old ones; their own places stay empty.
+3. New keys overwrite the old ones; their own slots stay empty.
 Key functions:
 SGLang's frozen-KV MTP; the fix sets the field to None. Here `plan.build.write_slots`: slots are
-derived from positions and pages, in a plan
-that is frozen and made once per step.
+derived from positions and pages, in a plan that is frozen and made once per step.
 Symptom:
 The newest token's key is missing and the previous one is destroyed.
 Risk and impact:
-Silent corruption of the draft's cache; in a target it would be of the answer.
+Silent corruption of the draft's cache; in a target model, of the answer.
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
-"""The frontier of what is cached reached one key too far.
+"""The boundary of the cached keys was one key too far.
 
 Summary:
 Keys enter the prefix tree up to the committed length. The boundary that was used included the next
-token, whose key was not there yet.
+token, whose key was not written yet.
 Motivation:
-The number of tokens a request has and the number of keys it has differ by one, and both are at
-hand.
+A request's number of tokens and its number of keys differ by one, and both are at hand.
 Mechanism:
 1. A chunk of a prompt ends one token before a page does.
 2. The page is entered into the tree as if it were full.
-3. The request goes away (aborted, or preempted) before it writes the last slot.
+3. The request is aborted or preempted before it writes the last slot.
 4. The next request with the same prompt matches the page and attends to that slot.
 Key functions:
 Insertion of unfinished requests in SGLang's radix cache for window models (the mechanism is
-inferred from the fix: the frontier reached
-the insert boundary). Here `Scheduler._store`, which names the length to `kv.prefix.Prefix.insert`.
+inferred from the fix: the frontier reached the insert boundary). Here `Scheduler._store`, which
+passes the length to `kv.prefix.Prefix.insert`.
 Symptom:
-One key of the prompt is garbage, in a request that did nothing unusual. As long as the first
-request goes on, it writes the slot in time.
+One key of the prompt is garbage, in an otherwise ordinary request. If the first request continues,
+it writes the slot in time.
 Risk and impact:
-Rare and unrepeatable: it takes a length, a chunk size and a request that leaves.
+Rare and hard to reproduce: it needs a certain length and chunk size, and a request that leaves.
 """
 
 from __future__ import annotations

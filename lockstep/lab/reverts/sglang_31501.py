@@ -2,15 +2,15 @@
 
 Summary:
 A paged prefill trims the key list of a request to the last window + new keys. That bounds what the
-batch reads, but inside the list every
-row saw everything up to itself: only the first row had its window.
+batch reads, but within the list every row saw everything up to itself: only the first row had its
+window.
 Motivation:
-FlashInfer picks the windowed kernel when a step is planned. The window was handed over when it is
-run, where it has no effect.
+FlashInfer chooses the windowed kernel when a step is planned. The window was passed at run time,
+where it has no effect.
 Mechanism:
 1. The plan is made without a window.
 2. The trim keeps keys from first row - w on, which is right for the first row and too much for all
-   others.
+   later rows.
 3. run(window_left=w) is ignored by a kernel that was compiled without windows.
 Key functions:
 The `begin_forward` calls of SGLang's FlashInfer prefill updater. Here
@@ -19,7 +19,7 @@ Symptom:
 Extends longer than the window + 1 attend outside it on the paged-only path; short ones are right.
 Risk and impact:
 Silent; deterministic mode, which uses the paged path only, was hit the most. Fixed seven weeks
-after #26513, which had looked complete.
+after #26513, which had seemed complete.
 """
 
 from __future__ import annotations

@@ -4,22 +4,21 @@ Summary:
 SGLang counts a window as a radius: w + 1 keys, the row included. Triton's decode trimmed a request
 to min(length, w) keys.
 Motivation:
-"Window" means keys seen, or keys seen besides oneself, depending on who speaks. The conversion was
-made in prefill and not in decode.
+"Window" means either the keys seen or the keys seen besides the row's own. The conversion was made
+in prefill and not in decode.
 Mechanism:
 1. Decoding trims the key list to the last min(seq_len, w).
 2. The oldest key of the window is missing.
 3. Prefill of the same position sees it.
 Key functions:
 update_sliding_window_buffer of the Triton backend. Here `attention.base.window_begin` for requests
-of one row; `window = w` means w keys,
-the row itself included, everywhere.
+of one row; `window = w` means w keys, the row itself included, everywhere.
 Symptom:
 A small error beyond the window, in decode only; a spike at the oldest key shows it. The fix was
-closed unmerged when we read it, and
-upstream's test reference had been bent to match: never bend the reference.
+closed unmerged when we read it, and upstream's test reference had been changed to match the bug:
+never change the reference to fit a backend.
 Risk and impact:
-Silent; every generated token after the window is off, and prefill and decode disagree.
+Silent; every generated token past the window is slightly wrong, and prefill and decode disagree.
 """
 
 from __future__ import annotations

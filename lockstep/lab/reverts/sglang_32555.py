@@ -1,18 +1,18 @@
-"""Of a padded buffer the last entries were taken instead of the first.
+"""The last entries of a padded buffer were taken instead of the first.
 
 Summary:
-A buffer has room for the largest batch and the real entries come first. A slice [-n:] took its end.
+A buffer has room for the largest batch and its real entries are first. A slice [-n:] took its end.
 Motivation:
 With a full bucket both slices are the same.
 Mechanism:
 1. Three requests run in a bucket of four.
-2. The result has four entries; the last three are those of requests 1, 2 and of the pad.
-3. Request 0 gets what belongs to request 1, and the last one what belongs to nobody.
+2. The result has four entries; the last three are those of requests 1 and 2 and of the pad.
+3. Requests 0 and 1 get the entries of requests 1 and 2, and request 2 gets the pad's.
 Key functions:
 State tracking of Mamba layers in SGLang, which saved a state to a stale slot. Here
 `run.runner.StepOutput.only`.
 Symptom:
-Wrong answers as soon as a bucket is not full.
+Wrong answers whenever a bucket is not full.
 Risk and impact:
 One request's answer is another's.
 """

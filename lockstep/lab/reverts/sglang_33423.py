@@ -1,25 +1,23 @@
 """A uniform number was exactly 1, its noise infinite, and a masked token won.
 
 Summary:
-Noise for sampling is -ln(-ln u) of a hash. The largest hashes were rounded to u = 1, where the
-noise is +inf.
+Sampling noise is -ln(-ln u), with u computed from a hash. The largest hashes were rounded to u = 1,
+where the noise is +inf.
 Motivation:
-A 32-bit hash times 2^-32 in float32 is the obvious way to a number in [0, 1).
+Multiplying a 32-bit hash by 2^-32 in float32 is the obvious way to a number in [0, 1).
 Mechanism:
 1. float32 has 24 bits: hashes from 2^32 - 128 on are rounded up to 2^32, and u to 1.
 2. -ln 1 is 0, and its logarithm makes the noise +inf. At the other end a hash of 0 makes it -inf.
-3. A masked token has the score -inf; with this noise it is NaN, or it beats every other token.
+3. A masked token has the score -inf; with this noise its sum is NaN, or it beats every other token.
 Key functions:
 The seeded sampler of SGLang (#33423, and #30822 for the coins of speculative sampling). Here
-`sample.formulas.gumbel`, for arrays and
-tensors; u lies in the middle of the hash's interval and is exact in float64. The compiled kernel is
-loaded before the swap and stays
-as it is.
+`sample.formulas.gumbel`, for arrays and tensors; u is the midpoint of the hash's interval and exact
+in float64. The compiled kernel is loaded before the swap and does not change.
 Symptom:
-Once in some ten million draws a token appears that top-k had removed. The lab does not wait for it:
-it asks for the largest hashes.
+One hash in 2^25 (about 33 million) makes a token appear that top-k had removed. The lab does not
+wait for it: it asks for the largest hashes.
 Risk and impact:
-Grammar and bans are broken at random.
+Grammar constraints and banned tokens are violated at random.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ RELATED = ("sglang-7207", "sglang-11096")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    sample.compiled()  # from the right text, for good
+    sample.compiled()  # compiled from the right function, and cached
 
     def gumbel(word: Any) -> Any:
         words = torch.as_tensor(word)

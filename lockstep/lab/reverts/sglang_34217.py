@@ -1,21 +1,18 @@
 """With a cached prefix, the scales of the FP8 cache were dropped.
 
 Summary:
-Of the two calls that make up an extend step with a prefix, the one over the cached keys was given
-no K and V scales.
+An extend step with a prefix makes two calls. The one over the cached keys got no K and V scales.
 Motivation:
 The step is computed in two parts and merged. A parameter has to be passed twice, and was passed
 once.
 Mechanism:
-1. New keys are attended to unquantised: no scales are needed there.
-2. Cached keys are FP8; the paged call gets neither k_scale nor v_scale and works on the stored
-   numbers.
-3. The merge weighs a wrong part against a right one.
+1. The call over the new keys reads them unquantised and needs no scales.
+2. Cached keys are FP8; the paged call gets neither k_scale nor v_scale and uses the stored numbers.
+3. The merge combines a wrong part with a right one.
 Key functions:
 forward_extend of SGLang's FlashInfer backend. Here the lowering of a step with a prefix,
-`attention.cpu.Backend.bind`: there is one
-pass over all keys, new ones are read back from the cache like old ones, and scales are constants of
-the layer.
+`attention.cpu.Backend.bind`: there is one pass over all keys, new keys are read back from the cache
+like old ones, and scales are constants of the layer.
 Symptom:
 Right when cold, wrong by the scale when warm.
 Risk and impact:
@@ -43,7 +40,7 @@ RELATED = ("flashinfer-1254", "sglang-26513")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
-        if not views.positions[views.q_indptr[:-1].long()].any():  # nobody has a prefix
+        if not views.positions[views.q_indptr[:-1].long()].any():  # no request has a prefix
             return handle
         bare = {
             attn: cpu.constants(replace(attn, k_scale=1.0, v_scale=1.0), spec.heads)

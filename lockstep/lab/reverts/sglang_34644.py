@@ -1,18 +1,18 @@
-"""A request's list of pages was another name for somebody else's.
+"""A request's list of pages aliased another request's list.
 
 Summary:
-The slots of a prefix were handed over as a view of the row that they came from. When the row
-changed, the request's prefix did.
+The slots of a prefix were passed as a view of the row they came from. When the row changed, so did
+the request's prefix.
 Motivation:
-A copy costs time in every step, and nothing was expected to write there.
+A copy costs time in every step, and no write was expected there.
 Mechanism:
-1. Two continuations share a prefix that ends with a page; the second one's list is the first one's
-   list.
+1. Two continuations share a prefix that ends at a page boundary; the second one's list is the first
+   one's list.
 2. The first takes a page for its next token; the second sees it as its own.
 3. Both write their tokens into it.
 Key functions:
-`prefix_indices` in SGLang with the prefix cache switched off. Here `PageTable.fork`, whose table
-has a list of its own; in the revert it has the parent's, where every page of it is shared.
+`prefix_indices` in SGLang with the prefix cache switched off. Here `PageTable.fork`, whose result
+has its own list of pages; in the revert it uses the parent's list, if all its pages are shared.
 Symptom:
 Both continuations attend to whichever token was written last.
 Risk and impact:

@@ -1,21 +1,23 @@
 """The number of tokens was taken for the number of draft keys.
 
 Summary:
-A head has fewer keys than there are tokens: each is of one token more, and they are computed later.
-The length of the tokens was used where that of the keys was meant.
+A draft head has fewer keys than there are tokens: each key uses the next token as well, and is
+computed later. The number of tokens was used where the number of keys was needed.
 Motivation:
-One length says how far a request is, as long as there is one model.
+With a single model, one length says how far a request is.
 Mechanism:
-1. A prompt ends; the head has not computed its last rows, which are of tokens still to be sampled.
-2. Its completions fork. By the tokens' length all pages are whole, and are shared.
+1. A prompt ends; the head has not computed its last rows, which depend on tokens still to be
+   sampled.
+2. Its completions fork. By the number of tokens all pages are whole, so they are shared.
 3. Each completion writes the keys of its own first token into the same page.
 Key functions:
 SGLang's radix cache over windows, where a token length cut keys of two tokens at the wrong offset.
-Here `kv.tables.PageTable._len`: of a draft's group `draft_len` says how many keys there are.
+Here `kv.tables.PageTable._len`: for a draft's group `draft_len` is the number of keys.
 Symptom:
-Upstream: marks of freed windows at wrong places. Here: completions spoil each other's draft keys.
+Upstream: tombstones of freed windows at wrong places. Here: completions overwrite each other's
+draft keys.
 Risk and impact:
-Wrong only where a length ends with a page: most requests are spared.
+Wrong only where a length ends at a page boundary, so most requests are unaffected.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""A table's offsets were built in the buffer of the eager path, and the replay read the other one.
+"""A table's offsets were updated in the eager path's buffer, but the replay read another one.
 
 Summary:
 Two paths prepare the same metadata: one for eager steps, one for graphs. The offsets of the page
-table were refreshed in the eager one's memory only.
+table were updated only in the eager path's memory.
 Motivation:
-Replay was to avoid the work of preparing; what it needed after all was added path by path.
+Replay was meant to skip the preparation; the parts it needed after all were added path by path.
 Mechanism:
 1. A decode step is recorded: request i finds its pages from page_indptr[i] on.
-2. Requests grow by a page, others end; the offsets move.
+2. Some requests grow by a page and others end, so the offsets move.
 3. The replay uses the offsets of the recorded step with the pages of this one.
 Key functions:
-FlashInfer's MLA backend in SGLang. Here `attention.base.addresses`, the only place that tells a
-backend where the page table lies.
+FlashInfer's MLA backend in SGLang. Here `attention.base.addresses`, the only function that gives a
+backend its page table.
 Symptom:
 Hidden until another kernel reads the stale offsets. Here a request reads its neighbour's pages.
 Risk and impact:
@@ -28,7 +28,7 @@ from lockstep.lab.reverts import frozen
 SOURCE = "sgl-project/sglang#37975 (issue)"
 TARGET = "lockstep.attention.base:addresses"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
-CRASH = True  # stale addresses may lie outside of the cache
+CRASH = True  # stale addresses may be outside the cache
 RELATED = ("sglang-27664", "trtllm-12306")
 
 

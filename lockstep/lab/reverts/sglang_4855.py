@@ -8,17 +8,16 @@ The table is made in two places, eagerly and for replay. The eager one divided.
 Mechanism:
 1. Every page_size-th slot of a request is taken: the first slot of each of its pages.
 2. Without `// page_size` these are slots, not page ids.
-3. The kernel multiplies by the page size again and reads far away. (The table was also bound anew,
-   not filled in place.)
+3. The kernel multiplies by the page size again and reads at wrong addresses. (The table was also a
+   new tensor instead of being filled in place.)
 Key functions:
 Graph replay of SGLang's FlashAttention backend. Here `attention.base.addresses`, for decode steps;
-Lockstep has one place that
-makes a table, for eager, capture and replay alike.
+Lockstep makes a table in one place, for eager, capture and replay alike.
 Symptom:
 Decoding with pages larger than 1 under graphs is wrong; pages of 1 and eager runs are right.
 Risk and impact:
-Silent reads of other requests' keys, or out of the pool. Here the entries are wrapped around so
-that they stay inside.
+Silent reads of other requests' keys, or outside the pool. Here the entries wrap around so that they
+stay inside.
 """
 
 from __future__ import annotations

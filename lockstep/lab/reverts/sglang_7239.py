@@ -1,22 +1,21 @@
 """Branches and steps of a draft were transposed.
 
 Summary:
-The slots of draft tokens were viewed as [steps, branches] and transposed where they are laid out as
+The slots of draft tokens were viewed as [steps, branches] and transposed although their layout is
 [branches, steps].
 Motivation:
-A flat array with two meanings of its axes, and a reshape that always succeeds.
+The two axes of a flat array are easily confused, and a reshape always succeeds.
 Mechanism:
-1. out_cache_loc holds, for each request and branch, the slots of all steps.
+1. out_cache_loc has, for each request and branch, the slots of all steps.
 2. Draft decoding views it with the axes exchanged.
 3. A branch attends to the tokens of other branches at other depths.
 Key functions:
 Draft decode in SGLang's FlashAttention backend. Here `plan.build.paths`: a row's list is its own
-path by parents, there is no grid whose
-axes could be exchanged. The revert reads the ancestors through the transposed grid; the row's own
-slot stays.
+path along `parents`, so there is no grid whose axes could be exchanged. The revert reads the
+ancestors through the transposed grid; the row's own slot stays.
 Symptom:
-With one request or one branch nothing; otherwise drafts are worse and acceptance falls. Output
-stays right, since the target decides.
+None with one request or one branch; otherwise drafts are worse and the acceptance rate falls. The
+output stays right, since the target model decides.
 Risk and impact:
 A silent loss of speed; only a comparison branch by branch, with distinct keys, shows it.
 """

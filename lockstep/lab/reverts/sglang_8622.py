@@ -2,8 +2,7 @@
 
 Summary:
 A step that runs an encoder has two sets of write slots, one for the decoder's rows and one for the
-encoder's. The cross-attention
-write used the former.
+encoder's. The cross-attention write used the decoder's.
 Motivation:
 Both are fields of the same batch object and have similar names: out_cache_loc and
 encoder_out_cache_loc.
@@ -13,12 +12,12 @@ Mechanism:
 3. Cross attention later reads the encoder's slots, where nothing was written.
 Key functions:
 The torch_native backend of SGLang. Here `plan.build.write_slots`: encode and decode are separate
-plans, and a plan has one set of slots
-per group, derived from the group's pages. The revert counts slots through the batch instead.
+plans, and a plan has one set of slots per group, derived from the group's pages. The revert numbers
+slots consecutively through the batch instead.
 Symptom:
-The decoder does not see its encoder; slots of others are overwritten.
+The decoder does not see its encoder; slots of other requests are overwritten.
 Risk and impact:
-Silent in a pool that is not poisoned: old values look like values.
+Silent in a pool that is not poisoned: old values look valid.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Page tables were read with the page size of something else.
+"""Page tables were read with the wrong page size.
 
 Summary:
-An argument that was passed by position landed in another parameter of the kernel, which took it for
+An argument that was passed by position became a different parameter of the kernel, which used it as
 its page size.
 Motivation:
-Long positional argument lists of integers: any permutation of them type-checks.
+In long positional argument lists of integers, any permutation type-checks.
 Mechanism:
 1. The table of a request has one entry per page of its own size.
 2. The kernel divides positions by another page size, and looks up other entries.
 3. It also multiplies page ids by that size, and finds other slots.
 Key functions:
-The CUTLASS and TRT-LLM MLA calls of SGLang. Here `attention.base.addresses`, which hands a group's
-table and its page size to a backend
-together; the lab's window feature has groups with pages of two sizes.
+The CUTLASS and TRT-LLM MLA calls of SGLang. Here `attention.base.addresses`, which passes a group's
+table and its page size to a backend together; the lab's window feature has groups with pages of two
+sizes.
 Symptom:
-Right for requests of one page, foreign keys beyond.
+Right for requests of one page; wrong keys beyond that.
 Risk and impact:
-Silent reads of other requests' keys, or behind the table's end. Named parameters would have
+Silent reads of other requests' keys, or past the table's end. Keyword arguments would have
 prevented it.
 """
 
@@ -46,7 +46,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         other = min(size, *first) if first else size
         behind = np.resize(
             np.asarray(page_ids), len(page_ids) * size // other
-        )  # the table goes on, so that the read stays in memory
+        )  # the table is extended, so that reads stay inside it
         return behind, page_indptr, first_pos, other
 
     return addresses
