@@ -11,8 +11,8 @@ Mechanism:
    1.
 3. Sample 1 belongs to the draft's second node.
 Key functions:
-`llm.rows.Launched.first_ids`: the first sample of every completion. Found by the first run of
-speculation with late settling.
+`llm.rows.Launched.first_ids`: the first sample of every completion, unless all completions have
+drafts. Found by the first run of speculation with late settling.
 Symptom:
 A request without speculation continues with a token of a request that speculates.
 Risk and impact:

@@ -13,7 +13,7 @@ Mechanism:
 Key functions:
 `sched.request.waits`, which says whether a request is held back.
 Symptom:
-Answers with penalties, or the second of n completions, differ from those of an engine that settles
+Answers with penalties, and the second of n completions, differ from those of an engine that settles
 every step immediately.
 Risk and impact:
 It does not show on a device where host work and launches alternate. With overlap every such answer

@@ -19,8 +19,8 @@ Mechanism:
    single-wrapper path did pass them, so plain models never showed it.
 Key functions:
 FlashInferIndicesUpdaterDecode / Prefill .update_sliding_window and .update_cross_attention. Here
-`attention.cpu.Backend.bind`, which sees the plan but must not use it here: the split is a function
-of the head sizes.
+`attention.cpu.Backend.bind`, which sees the plan but must not use it here: the split is the
+constant `order.SPLIT_LEN`.
 Symptom:
 Values are right to the last few bits; bits change with the batch. Only a bitwise comparison can see
 it. As far as we can read, the fix left verify and draft-extend steps without a fixed split.

@@ -17,9 +17,9 @@ Mechanism:
 Key functions:
 init_forward_metadata and init_forward_metadata_replay_cuda_graph of the FlashAttention backend. In
 Lockstep `kv_lens` always means after the write, and `plan.check` compares it with the positions.
-Causal rows do not even read it: they see up to their own position. The revert therefore changes the
-`Rows` of the lowered group, where extents are actually read, and clips at the pages that the
-request holds.
+Causal rows do not even read it: they see up to their own position. The revert therefore changes
+`hi` in the `Table` that `attention.cpu.Backend.bind` makes, which is where extents are read, and
+clips it at the pages that the request holds.
 Symptom:
 Rows see the future and unwritten slots: wrong values, and NaN in a poisoned cache. Outputs of short
 tests stay plausible.

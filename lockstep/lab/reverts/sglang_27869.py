@@ -9,8 +9,8 @@ Mechanism:
 1. Batch size decides the block shape.
 2. Upstream the block shape decided the order of additions inside a row.
 Key functions:
-SGLang's kernels for Qwen3.5 in deterministic mode. Here `attention.cpu.blocks`, given a block size
-that depends on the batch.
+SGLang's kernels for Qwen3.5 in deterministic mode. Here `attention.cpu.block_rows`, the number of
+rows per block, which the revert divides by three.
 Symptom:
 Upstream: log-probabilities changed with the batch size. Here: none.
 Risk and impact:
