@@ -4,8 +4,8 @@ Summary:
 A prefix tree for window models may lose the window keys of inner nodes. A match must find a whole
 window before its end; the counter that measures it was not reset at every gap.
 Motivation:
-Keys that no running window covers are evicted first; the nodes stay, as tombstones, for the full
-layers.
+Window keys that are older than the window are evicted first; the nodes stay, as tombstones, for the
+full layers.
 Mechanism:
 1. The match walks down the path and counts the length since the last gap.
 2. At a gap the counter was reset only if the window had been whole just before.
