@@ -1,8 +1,8 @@
-"""What a step's samples come to: the tokens of every completion, and what the scheduler is told.
+"""Turns a step's samples into the tokens of each completion and what the scheduler is passed.
 
-A completion gets one token, or those on which its draft and the target agree and one more; it ends
-where a token or its text says so. No completion is changed here but for the text that goes `ahead`
-where stop strings are looked for. Knows completions and numbers on the host; the engine calls it.
+A completion gets one token, or the draft tokens that the target agrees with and one more; it ends
+where a token or its text ends it. No completion is changed here except for its `ahead` text where
+stop strings are searched. Knows completions and host numbers; the engine calls it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lockstep.spec.verify import NodeRows, Verified, verify
 def accept(
     launched: Launched, chosen: Sampled, some_ended: bool
 ) -> tuple[TokenUpdates, AcceptedTokens, list[Ending]]:
-    """Looked at one by one are completions that may end, those with a draft, and those that get
-    nothing: they could not be sampled or, if some have, ended meanwhile."""
+    """Returns the tokens to write, those for the scheduler, and the endings. Only completions that
+    may end, have a draft, or get nothing (not sampled, or ended) are handled one by one."""
     rows, completions, batch = launched.rows, launched.rows.completions, launched.step.batch
     ids = chosen.token_ids.cpu().numpy()
     verified = Verified({}, {}, chosen.errors() if ids.min() < 0 else {})
@@ -41,7 +41,7 @@ def accept(
     ended = [row for row, each in enumerate(looked) if each.finish is not None]
     for row in {*ends, *rows.searched, *ended, *errors, *nodes}:
         completion, entry = completions[row], Accepted((), 0)
-        left = completion.most - launched.begins[row]  # a draft may go on behind the last token
+        left = completion.most - launched.begins[row]  # a draft may extend past the last token
         if completion.finish is None:
             tokens = token_ids.get(row, ())
             if row not in nodes and row not in errors:
@@ -75,7 +75,7 @@ def accept(
 
 
 def drafts_of(launched: Launched) -> dict[int, NodeRows]:
-    """The drafts that a step verified, by completion."""
+    """Returns the drafts that a step verified, by completion."""
     batch, firsts, ids = launched.step.batch, launched.rows.firsts, launched.drafted_ids().tolist()
     drafts = {}
     for row, owner in launched.rows.drafts:
@@ -87,7 +87,7 @@ def drafts_of(launched: Launched) -> dict[int, NodeRows]:
 def gathered(
     launched: Launched, chosen: Sampled, verified: Verified
 ) -> tuple[Logprobs | None, dict[int, int]]:
-    """The log-probabilities of accepted tokens, and where those of each completion begin."""
+    """Returns the accepted tokens' log-probabilities and each completion's first row in them."""
     firsts, logprobs = launched.rows.firsts, chosen.logprobs
     if logprobs is None:
         return None, {}
@@ -95,6 +95,6 @@ def gathered(
     number = {row: i for i, row in enumerate(chosen.logprob_rows)}
     paths = [[firsts[row] + node for node in verified.nodes.get(row, (0,))] for row in asked]
     at = [number[row] for path in paths for row in path]
-    index = torch.tensor(at, dtype=torch.int64, device=logprobs.chosen.device)  # of none too
+    index = torch.tensor(at, dtype=torch.int64, device=logprobs.chosen.device)  # may be empty
     begins = accumulate(map(len, paths), initial=0)
     return Logprobs(*[column[index] for column in logprobs]), dict(zip(asked, begins, strict=False))

@@ -1,7 +1,7 @@
 """`LLM` turns strings into tokens and generations into outputs; the engine does the rest.
 
-Calls from several threads, and streams that are read in turns, are computed together. A call that
-ends with an exception, an interrupt for one, takes its requests with it and no others.
+Calls from several threads, and streams that are read alternately, are computed together. A call
+that ends with an exception, such as an interrupt, drops its own requests and no others.
 """
 
 import sys
@@ -22,11 +22,11 @@ from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError, shown
 
-Adds = Sequence[Callable[..., Generation]]  # they take the caller
+Adds = Sequence[Callable[..., Generation]]  # each is called with `caller`
 
 
 class LLM:
-    """An engine with a model. Options are those of `EngineConfig`."""
+    """An engine with a model. The options are the fields of `EngineConfig`."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig.from_names({"model": model, **options})
@@ -34,14 +34,14 @@ class LLM:
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
-        """An LLM on an engine that is there already."""
+        """Returns an LLM on an existing engine."""
         made = cls.__new__(cls)
         made.engine = engine
         return made
 
     @property
     def fingerprint(self) -> str:
-        """What computes the answers; it holds for scores and embeddings too."""
+        """What determines the answers' bits; it covers scores and embeddings too."""
         return self.engine.fingerprint
 
     def generate(
@@ -52,9 +52,9 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
     ) -> list[Output]:
-        """One output per prompt, in order. A prompt is a string or a list of token ids; params and
-        `priority` (a higher one goes first, and changes no answer) are for all or one for each.
-        `on_done` is called once per prompt, when its last completion has ended (progress bars)."""
+        """Returns one output per prompt, in order. A prompt is a string or a list of token ids;
+        params and `priority` (a higher one runs first, answers do not change) are for all or one
+        each. `on_done` is called once per prompt, when its last completion ends (progress bars)."""
         many = prompt_forms.many(prompts)
         asked = prompt_forms.params_for(params, len(many))
         levels = prompt_forms.priorities_for(priority, len(many))
@@ -68,7 +68,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generator[Chunk, None, None]:
-        """The text of one prompt as it comes. Leaving the loop early ends the request."""
+        """Yields the text of one prompt as it is generated. Leaving the loop ends the request."""
         caller = Caller()
         chunks = self._stream(caller, prompt, params, priority)
         caller.follow(chunks)
@@ -82,11 +82,11 @@ class LLM:
     def score(
         self, text: Prompt, items: Sequence[Prompt] | None = None
     ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """Log-probability of every token of a text given those before it (NaN for the first): the
-        bits generation would give. With `items`: of every token of each item, given the text, which
-        is computed once (an encoder-decoder's source), and the item's tokens before it. Items are
-        tokenised by themselves, without special tokens. It returns float32 [tokens], or one of
-        these for each item."""
+        """Scores a text: returns float32 [tokens], each token's log-probability given those before
+        it (NaN for the first), with the bits that generation would give. With `items`, one such
+        array per item: its tokens given the text (an encoder-decoder's source), which is computed
+        once, and the item's tokens before. Items are tokenised separately, without special
+        tokens."""
         if items is not None:
             given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
             (output,) = self._outputs([partial(self.engine.add_items, self._ids(text), given)])
@@ -98,7 +98,7 @@ class LLM:
         return output.prompt_logprobs
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """One vector of length 1 per prompt, nothing cached: returns float32 [prompts, d_model]."""
+        """Embeds prompts, caching nothing: returns float32 [prompts, d_model], rows of length 1."""
         many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")
@@ -109,7 +109,7 @@ class LLM:
     def _stream(
         self, caller: Caller, prompt: Prompt, params: SamplingParams | None, priority: int
     ) -> Generator[Chunk, None, None]:
-        """A step only when there is no news: others may have computed it."""
+        """Steps the engine only if there is no output yet: another call may have computed it."""
         try:
             ids = self._ids(prompt_forms.single(prompt))
             generation = self.engine.add(ids, params, priority=priority, caller=caller)
@@ -126,7 +126,7 @@ class LLM:
         return [each.output(self.fingerprint) for each in self._finished(adds, on_done)]
 
     def _finished(self, adds: Adds, on_done: Callable[[], None] | None = None) -> list[Generation]:
-        """What is added, when all are done. They belong to this function: its end is theirs."""
+        """Adds requests and steps until all are done; they belong to this function's frame."""
         caller = Caller(sys._getframe())
         try:
             generations = [add(caller=caller) for add in adds]

@@ -1,10 +1,10 @@
-"""The engine: schedule, advance, run, sample, settle, publish, until nothing is left.
+"""The engine: schedule, advance, run, sample, settle, publish, until no request is left.
 
-Puts together what knows nothing of each other: a scheduler without tensors, a model without
-requests, a sampler without either. With `overlap` a step is settled when the next one has been
-launched. Calls take turns. Wherever an exception strikes, generations are changed by one frozen
-result per step, which can be written again; everything else is suspect while `_changing` is set,
-and the next call makes it anew from the generations.
+Joins parts that do not know each other: a scheduler without tensors, a model without requests and a
+sampler without either. With `overlap` a step is settled after the next one has been launched. Calls
+take turns. An exception may strike anywhere, so generations change only by one frozen result per
+step, which can be written again. Everything else is suspect while `_changing` is set; the next call
+then rebuilds it from the generations.
 """
 
 import gc
@@ -56,26 +56,26 @@ from lockstep.text import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
-Known = tuple[tuple[int, ...], ...]  # tokens that every completion has already; () if none has
+Known = tuple[tuple[int, ...], ...]  # tokens that every completion already has; () if none has
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What an engine is made of, ready and proven on this machine; several engines may share it."""
+    """The loaded, certified parts of an engine; several engines may share them."""
 
     model: Model
     info: Info
     tokenizer: Tokenizer | None
     backend: Backend
-    attention: Choice  # the backend, and why
-    certificate: str  # the digest of the bits that were proven, or "none"
-    # how its draft model is loaded; None: by the file that is named like the algorithm
+    attention: Choice  # the backend and the reason
+    certificate: str  # the digest of the proven bits, or "none"
+    # loads its draft model; None: the module of spec/ for the algorithm does
     draft: Callable[[DraftSetup], DraftModel] | None = None
 
     def fingerprint(self, kv_dtype: str) -> str:
-        """What computes an answer, `name=value` separated by semicolons. With order = canonical
-        equal ones promise equal bits: everything that may change a bit has its place here."""
+        """Returns what determines an answer's bits as `name=value;...`. If order = canonical, equal
+        fingerprints promise equal bits: everything that may change a bit is in it."""
         ops, info = self.model.ops, self.info
         packages = ["torch", "numba", "llvmlite"]
         if ops.device.type == "cuda":
@@ -92,15 +92,15 @@ class Parts:
             ",".join(f"{package}={version(package)}" for package in packages),
             f"kv={kv_dtype}",
             f"weights={info.weights}",  # the digest of the tensors
-            f"certificate={self.certificate}",  # of layers' kinds and what they computed
+            f"certificate={self.certificate}",  # of the layers' kinds and their bits
         ]
-        if info.rope_context is not None:  # what a dynamic rope was stretched for
+        if info.rope_context is not None:  # the context that a dynamic rope was stretched to
             fields.append(f"rope_context={info.rope_context}")
         return ";".join(fields)
 
 
 def load(config: EngineConfig) -> Parts:
-    """The model from its folder or hub id, or the built-in one, for its device, and a backend."""
+    """Loads the model (folder, hub id or built-in) for its device, and selects a backend."""
     loaded = loader.load(config.model or BUILTIN, config)
     folder = loaded.info.folder
     tokenizer = Tokenizer.from_folder(folder) if has(folder, "tokenizer.json") else None
@@ -110,7 +110,7 @@ def load(config: EngineConfig) -> Parts:
 def prepare(
     loaded: Loaded, tokenizer: Tokenizer | None, config: EngineConfig | None = None
 ) -> Parts:
-    """Chooses a backend and proves that rows do not depend on their neighbours."""
+    """Selects a backend and proves that rows do not depend on their neighbours."""
     (model, info), ops = loaded, loaded.model.ops
     dtype = str(ops.dtype).removeprefix("torch.")
     config = (config or EngineConfig()).settled(dtype)
@@ -128,14 +128,14 @@ def prepare(
 
 class Engine:
     """A model, its cache and its queue. `add` prompts, call `step` while `busy`. `startup_report`
-    says what was chosen, and why."""
+    lists what was chosen, and why."""
 
     def __init__(self, config: EngineConfig, parts: Parts, overlap: bool | None = None) -> None:
         ops = parts.model.ops
         config = config.settled(str(ops.dtype).removeprefix("torch."))
         self.config, self.parts = config, parts
         self.info, self.tokenizer = parts.info, parts.tokenizer
-        self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
+        self.on_gpu = ops.device.type == "cuda"  # where `overlap` is the default
         overlap = self.overlap = self.on_gpu if overlap is None else overlap
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
@@ -151,7 +151,7 @@ class Engine:
         specs = self.specs = group_specs(self.kinds.values())
         pages, memory_text = cache_size(specs, config, self.context_length, ops.device)
         graphs = config.graphs
-        if graphs is None:  # on a CPU where that is faster
+        if graphs is None:  # on a CPU, where recording is faster
             graphs = self.on_gpu or (parts.backend.caps.graphs and hasattr(ops.linear, TRANSPARENT))
         buckets, every = self._buckets(graphs and self.on_gpu, 2 * max(pages)), bool(config.graphs)
         self.runner = Runner(
@@ -168,21 +168,21 @@ class Engine:
         reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
         self.startup_report = "; ".join([*reasons, memory_text])
         self._turns: list[Turn] = []
-        self._changing = False  # set while anything but the generations may be half changed
-        self._launched: list[Launched] = []  # and not settled, in order
+        self._changing = False  # set while state other than the generations may be half changed
+        self._launched: list[Launched] = []  # not settled yet, in order
         self._rows: WeakKeyDictionary[Batch, SampledRows] = WeakKeyDictionary()
-        self._callers: set[Caller | None] = set()  # of generations, some of them no more
-        self._held = False  # who is in the step that was launched last waits until it is settled
-        # a step that has happened, until its generations have it all
+        self._callers: set[Caller | None] = set()  # of generations, some of which have left
+        self._held = False  # every request of the last launched step waits for it to settle
+        # the result of a step that has happened, until it is written to its generations
         self._settled: StepResult | None = None
         if graphs and self.on_gpu and GENERATE in self.kinds:
             for kind, width, every, chain in drafts.launches(config, self.kinds[GENERATE], draft):
                 self.runner.capture(kind, say, width, every, chain)
-            gc.freeze()  # looking through all of this would stop a step for 0.2 s
+            gc.freeze()  # a full collection of all this would stall a step for 0.2 s
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether any request is unfinished; abandoned ones do not count."""
         with Turn(self._turns):
             self._tidy(thorough=True)
             return bool(self.generations)
@@ -200,11 +200,11 @@ class Engine:
         generated: Sequence[Sequence[int]] = (),
         caller: Caller | None = None,
     ) -> Generation:
-        """Takes a prompt, an encoder's source, in, or says why not. `embed` and `scores_only` ask
-        for no new tokens. A higher `priority` goes first; what is cached is shared within a
-        `tenant` only. With the tokens that every completion has already `generated` the answer goes
-        on behind them. A generation is known by its `request_id`, and leaves with its `caller`;
-        without one it stays until it has ended or is aborted."""
+        """Queues a prompt (an encoder-decoder's source), or raises with the reason. `embed` and
+        `scores_only` ask for no new tokens. A higher `priority` runs first; cached keys are shared
+        only within a `tenant`. Generation continues after the tokens that every completion already
+        has (`generated`). A generation is identified by `request_id` and dropped when its `caller`
+        is gone; without a caller it stays until it ends or is aborted."""
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = prompts.params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
@@ -250,7 +250,7 @@ class Engine:
         items: Sequence[Sequence[int]],
         caller: Caller | None = None,
     ) -> Generation:
-        """Takes one prompt in, and continuations whose log-probabilities are wanted."""
+        """Queues one prompt and the continuations whose log-probabilities are wanted."""
         ids, source = self._placed(self._checked(prompt_ids))
         given = tuple(self._checked(item) for item in prompts.items(items))
         longest = max(map(len, given), default=0)
@@ -262,7 +262,7 @@ class Engine:
         return self._take(spec, ITEM, caller)
 
     def _known(self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int) -> Known:
-        """What was `generated` before, checked."""
+        """Returns the tokens that were `generated` before, checked; () if there are none."""
         form = ("tokens already generated are a list of ids per completion", "Pass [[id, ...]]")
         each = [prompts.elements(ids, *form) for ids in prompts.elements(generated, *form)]
         known = tuple(prompts.token_ids(ids, self.info.vocab_size) for ids in each)
@@ -275,7 +275,7 @@ class Engine:
         return known if any(known) else ()
 
     def _free_id(self) -> str:
-        """For a request that nobody named, whatever others are called."""
+        """Returns an unused id for a request that was added without one."""
         names = (f"#{number}" for number in self._numbers)
         return next(name for name in names if name not in self.generations)
 
@@ -302,7 +302,7 @@ class Engine:
             return generation
 
     def _placed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(what the decoder begins with, what the encoder reads)."""
+        """Returns (the decoder's first tokens, the encoder's source or ())."""
         if ENCODE not in self.kinds:
             return ids, ()
         start = self.info.decoder_start_token_id
@@ -312,18 +312,18 @@ class Engine:
         return (start,), ids
 
     def abort(self, generation: Generation) -> None:
-        """Ends a generation now; what it has so far stays readable."""
+        """Ends a generation now; its output so far stays readable."""
         generation.caller = GONE
         with Turn(self._turns):
             self._callers.add(GONE)
             self._tidy()
 
     def step(self) -> list[Generation]:
-        """One step. Returns the generations that it touched; those that are done have left."""
+        """Runs one step. Returns the generations that it touched; finished ones have left."""
         with Turn(self._turns), nullcontext() if self.on_gpu else floor():
             self._tidy()
             self._changing = True
-            with garbage_waits():  # the device has nothing to do until the next step is launched
+            with garbage_waits():  # the device is idle until the next launch
                 touched = self._settle(0) if self._held else []
                 step = self._schedule()
                 if step is not None:
@@ -336,14 +336,14 @@ class Engine:
         return self._publish(touched)
 
     def news(self, generation: Generation) -> tuple[list[Chunk], bool]:
-        """What came for a generation since the last call, and whether that was all."""
+        """Returns a generation's new output since the last call, and whether it is complete."""
         generation.publish()  # without a lock on the engine
         with Turn(self._turns):
             self._tidy()
             return generation.news(), generation.done
 
     def check(self) -> None:
-        """Every page is free, cached, or held by somebody whom somebody waits for."""
+        """Raises unless every page is free, cached, or held by a live request."""
         with Turn(self._turns):
             self._tidy(thorough=True)
             self.scheduler.check()
@@ -351,16 +351,16 @@ class Engine:
     # -- one step
 
     def _schedule(self) -> ScheduledStep | None:
-        """The next step, and drafts for it."""
+        """Returns the next step, with draft tokens proposed for its requests."""
         if self.speculation is not None:
             self.speculation.propose(self.scheduler, self._params_of)
         return self.scheduler.schedule()
 
     def _launch(self, step: ScheduledStep) -> Launched:
-        """A step, and what is sampled of it, on its way. The launch samples too, where it samples
-        all that it emits, of logits as they are."""
+        """Launches a step and its sampling. The launch itself samples if every emitted row is
+        sampled and no logits are edited first."""
         rows = self._rows.get(step.batch)
-        if rows is None:  # they are kept as long as the scheduler keeps the batch
+        if rows is None:  # kept as long as the scheduler keeps the batch
             rows = self._rows[step.batch] = SampledRows.of(step.batch, self._generation)
         batch = self._row_batch(step, rows)
         fused = step.kind.name == GENERATE and bool(rows.completions)
@@ -378,7 +378,7 @@ class Engine:
         return build(step.kind.specs, step.work)
 
     def _look_ahead(self, launched: Launched) -> None:
-        """Who is to have a draft next is held, and the draft may begin with it."""
+        """Holds the requests that are drafted next; the draft may start on the launched step."""
         if self.speculation is not None:
             self._held = self.overlap and self.speculation.hold(launched.step)
             self.speculation.launched(self.scheduler, launched.step, launched.hidden)
@@ -386,7 +386,7 @@ class Engine:
     def _sample(
         self, step: ScheduledStep, rows: SampledRows, batch: sampler.RowBatch, out: StepOutput
     ) -> Launched:
-        """What every request gets: a step is of one kind. Nothing waits for the device."""
+        """Computes what each request gets: a step is of one kind. Waits for no device work."""
         ops = self.parts.model.ops
         if step.kind.name == EMBED:
             vectors = step.kind.model.embed(out.rows, list(step.batch.begins))
@@ -395,7 +395,7 @@ class Engine:
             return Launched(step, rows)
         logits = step.kind.model.logits(out.emitted) if out.logits is None else out.logits
         hidden = out.states if step.batch.drafts else None
-        if hidden is not None:  # a launch that is replayed writes there again
+        if hidden is not None:  # a replay overwrites this memory
             hidden = hidden[: len(step.ids)]
             hidden = hidden.copy() if isinstance(hidden, np.ndarray) else hidden.clone()
         launched = Launched(step, rows, scored=scored(ops, step, rows, logits), hidden=hidden)
@@ -409,7 +409,7 @@ class Engine:
             (tokens, states), count = out.sampled, len(rows.draws.emits)
             if len(tokens) > count:
                 tokens, states = tokens[:count], states[:count]
-            if self.overlap and not self.on_gpu:  # the next launch comes before it is settled
+            if self.overlap and not self.on_gpu:  # the next launch precedes settling
                 tokens, states = tokens.clone(), states.clone()
             chosen = sampler.described(ops, logits, rows.draws.how, tokens, states)
         begins = batch.positions - batch.how.prompt_lens
@@ -430,8 +430,8 @@ class Engine:
         return sampler.RowBatch(draws.how, positions, history)
 
     def _settle(self, later: int) -> list[Generation]:
-        """Takes in what launched steps have brought, of all but the last `later`. Before `_settled`
-        is set a step has not happened, from then on it has; the last is still to be written."""
+        """Settles all launched steps but the last `later`. A step has happened from the moment that
+        `_settled` is set, and not before. The last result is still to be written."""
         touched: list[Generation] = []
         while len(self._launched) > later:
             self._write()
@@ -455,7 +455,7 @@ class Engine:
         return touched
 
     def _write(self) -> None:
-        """What the last settled step brought, unless done; may be left anywhere and begun again."""
+        """Writes the last settled result, if any. May be interrupted anywhere and repeated."""
         if self._settled is None:
             return
         self._settled.write()
@@ -465,7 +465,7 @@ class Engine:
         self._settled = None
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
-        """What generations get and the scheduler is told; nobody sees rows of ended requests."""
+        """Returns what generations and the scheduler get; requests that ended get nothing."""
         tokens, endings, accepted = None, list[Ending](), AcceptedTokens()
         if launched.chosen is not None:
             some_ended = self.scheduler.ends > launched.step.ends
@@ -478,7 +478,7 @@ class Engine:
         return StepResult(tokens, scores, tuple(embedded), tuple(endings)), accepted
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
-        """Text, without a lock on the engine, while a device computes; or whoever reads it does."""
+        """Detokenises, unlocked, while a device computes; otherwise the text's reader does."""
         for generation in touched if self.overlap and self.tokenizer is not None else ():
             generation.publish()
         return touched
@@ -492,8 +492,8 @@ class Engine:
     # -- between calls
 
     def _tidy(self, thorough: bool = False) -> None:
-        """What the calls before left: something half changed, or generations that nobody waits for.
-        Where all are of one caller, it is the one that calls now; `thorough` looks even then."""
+        """Recovers half-changed state and drops abandoned generations. A sole caller is the one
+        that calls now: it is checked only if `thorough`."""
         if self._changing:
             self._recover()
         if thorough or len(self._callers) > 1 or GONE in self._callers:
@@ -511,9 +511,9 @@ class Engine:
         return [each for each, caller in owned if caller.gone(frames)]
 
     def _recover(self) -> None:
-        """Pages, tree and queue anew, from the generations: all as if they had been preempted. The
-        cache is forgotten, and so is what was launched and not settled. Changes nothing that it
-        reads before `_changing` is unset, so it can be left anywhere and begun again."""
+        """Rebuilds pages, tree and queue from the generations, as if all had been preempted. Drops
+        the prefix cache and every launched step that is not settled. Changes nothing that it reads
+        before `_changing` is unset, so it may be interrupted anywhere and repeated."""
         self._write()
         for generation in self._abandoned():
             generation.end("abort")
@@ -528,7 +528,7 @@ class Engine:
         self._changing = False
 
     def _buckets(self, captured: bool, most_pages: int) -> Buckets | None:
-        """What steps are padded to: what the config says, or what graphs are captured of."""
+        """Returns the buckets that steps are padded to: the config's, or those of the graphs."""
         config = self.config
         if config.bucket_sizes is not None:
             others = config.request_bucket_sizes, config.emit_bucket_sizes

@@ -1,9 +1,9 @@
-"""One prompt on its way: what was asked, and what has come out so far, per completion.
+"""One prompt in progress: its parameters, and the output so far of each completion.
 
-A step changes nothing here until it is one frozen `StepResult`, written by position, so that it can
-be written again, and requests are made anew from that (`resumed`). Text follows from the tokens:
-`publish` makes it, without the engine; only where stop strings are looked for, it is made as the
-step is settled. The engine feeds it, the surface reads it.
+A step changes nothing here until it is one frozen `StepResult`, which is written by position, so
+that it can be written again; `resumed` rebuilds requests from what was written. Text follows from
+the tokens: `publish` detokenises without the engine. Only where stop strings are searched is the
+text made while the step is settled. The engine writes generations, the public API reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from lockstep.sched.request import Accepted, Request
 from lockstep.text import Ids, Stream, Tokenizer
 from lockstep.types import RuleError
 
-Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it
-Text = tuple[Tokenizer | None, tuple[int, ...]]  # what it is made with, and the model's ends of it
+Score = tuple[float, Top]  # a token's log-probability, and the best tokens at its place
+Text = tuple[Tokenizer | None, tuple[int, ...]]  # the tokenizer, and the model's end tokens
 
 
 class CompletionState:
-    """A completion while it grows, to `most` tokens. `given` ones are an item's."""
+    """A completion while it grows, to at most `most` tokens. `given` tokens are an item's."""
 
     def __init__(
         self, params: SamplingParams, prompt_ids: Ids, text: Text, most: int = 0, given: Ids = ()
@@ -34,23 +34,23 @@ class CompletionState:
         self.params, self.prompt_ids, self.prompt_len = params, prompt_ids, len(prompt_ids)
         self.most, self.given, self.token_ids = most, bool(given), list(given)
         self.scores: list[Score] = []
-        self.pieces: list[str] = []  # per generated token, and what was held back until the end
+        self.pieces: list[str] = []  # one per generated token, then the held-back end
         self.finish: str | None = None
-        self.over: str | None = None  # why it ends, if its tokens are all there already
+        self.over: str | None = None  # why it ends, if it already has all its tokens
         self.error = ""
         tokenizer, eos_ids = text
         self.tokenizer = None if given else tokenizer
-        self.searched = self.tokenizer is not None and bool(params.stop)  # for stop strings
+        self.searched = self.tokenizer is not None and bool(params.stop)  # for stops
         self.scored = params.top_logprobs is not None
         self.speculated = NOT_SPECULATED
         self.end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)))
         self.ahead: list[str] = []  # text of tokens that are being settled
         self._stream: Stream | None = None
-        self._pushed = -1  # tokens whose text the stream has given; -1 while it moves
+        self._pushed = -1  # tokens whose text the stream has returned; -1 during a change
 
     def accept(self, token_ids: tuple[int, ...]) -> Accepted:
-        """The tokens as a step's, and where the text ends with one of them. No token is changed;
-        where stop strings are looked for, the text goes `ahead`."""
+        """Returns a step's tokens, and at which of them the text ends. Changes no token. Where stop
+        strings are searched, the new text goes to `ahead`."""
         if not self.searched:
             ends = (n for n, token_id in enumerate(token_ids, 1) if token_id in self.end_ids)
             return Accepted(token_ids, next(ends, None))
@@ -66,7 +66,7 @@ class CompletionState:
         return Accepted(token_ids, stop_len)
 
     def end(self, reason: str, error: str = "") -> None:
-        """Nothing more comes. `finish` is set last: who sees it sees every token."""
+        """Ends the completion. `finish` is set last: a reader that sees it sees every token."""
         if self.finish is None:
             if self.searched and self._flush() and reason == "length":
                 reason = "stop"
@@ -74,7 +74,7 @@ class CompletionState:
             self.finish = (self.over or reason) if reason == "length" else reason
 
     def publish(self) -> None:
-        """The text of the tokens that are there, and at the end what was held back."""
+        """Detokenises the tokens so far and, if the completion has ended, the text held back."""
         if self.tokenizer is None or self.searched:
             return
         finish, token_ids = self.finish, self.token_ids
@@ -87,7 +87,7 @@ class CompletionState:
             self._flush()
 
     def frozen(self, finish: str | None) -> Completion:
-        """As it is, where it had ended so before its text was made, or goes on."""
+        """Freezes it. `finish` is its end as read before `publish`; None counts as "abort"."""
         logprobs, top_logprobs = columns(self.scores, self.params.top_logprobs)
         return Completion(
             index=self.params.sample_index,
@@ -101,14 +101,14 @@ class CompletionState:
         )
 
     def _push(self, stream: Stream, token_id: int, count: int) -> tuple[str, bool]:
-        """The text of token number `count`, and whether that ends it: an end token has none."""
+        """Returns the text of token number `count` ("" for an end token), and if it ends there."""
         if token_id in self.end_ids:
             return "", True
         piece = stream.push(token_id, self.params.may_stop(count))
         return piece.text, piece.stop is not None
 
     def _flush(self) -> bool:
-        """What was held back becomes the last piece; whether a stop string is complete in it."""
+        """Appends the held-back text as the last piece; returns if a stop string completes."""
         del self.pieces[len(self.token_ids) :]
         stream, self._pushed = self._synced(), -1
         piece = stream.finish()
@@ -116,7 +116,7 @@ class CompletionState:
         return piece.stop is not None
 
     def _synced(self) -> Stream:
-        """The stream as it is behind the pieces that are there, whatever struck in between."""
+        """Returns the stream in its state after the existing pieces, rebuilt after an interrupt."""
         stream, self._stream = self._stream, None
         if stream is None or self._pushed != len(self.pieces):
             assert self.tokenizer is not None, "without a tokenizer there is no text"
@@ -128,7 +128,7 @@ class CompletionState:
 
 
 class Generation:
-    """A prompt and its completions. `caller` waits for it; None: whoever holds it."""
+    """A prompt and its completions. `caller` waits for it; None: it waits until it is aborted."""
 
     def __init__(
         self, params: SamplingParams, request: Request, text: Text, caller: Caller | None = None
@@ -150,20 +150,20 @@ class Generation:
         return all(completion.finish is not None for completion in self.completions)
 
     def publish(self) -> None:
-        """Text for all tokens that are there. Any thread may call it, at any time."""
+        """Detokenises all tokens so far. Any thread may call it, at any time."""
         with Turn(self._turns):
             for completion in self.completions:
                 completion.publish()
 
     def news(self) -> list[Chunk]:
-        """What came since the last call."""
-        ends = [completion.finish for completion in self.completions]  # before their text is made
+        """Returns the output since the last call, a chunk per completion that has any."""
+        ends = [completion.finish for completion in self.completions]  # read before `publish`
         self.publish()
         out = []
         for i, completion in enumerate(self.completions):
             (pieces, ids), finish = self._sent[i], ends[i]
             if pieces < 0:
-                continue  # its end was told; a sibling may go on
+                continue  # its end was reported; a sibling may continue
             text, new = "".join(completion.pieces[pieces:]), tuple(completion.token_ids[ids:])
             if text or new or finish is not None:
                 out.append(Chunk(completion.params.sample_index, text, new, finish))
@@ -176,7 +176,7 @@ class Generation:
             completion.end(reason)
 
     def go_on(self, generated: Sequence[tuple[int, ...]]) -> None:
-        """Every completion has these tokens already; their log-probabilities come again."""
+        """Starts every completion with these tokens; their log-probabilities are computed again."""
         for completion, token_ids in zip(self.completions, generated, strict=True):
             kept, completion.over = completion.accept(token_ids).cut(completion.most)
             if len(kept) < len(token_ids):
@@ -188,12 +188,12 @@ class Generation:
                 completion.end(completion.over)
 
     def resumed(self) -> list[Request]:
-        """Its requests anew, from what has come out alone: as if all had been preempted."""
+        """Rebuilds its requests from the written output alone, as if all had been preempted."""
         spec, scored = self.request.spec, len(self.prompt_scores)
         unfinished = [(i, each) for i, each in enumerate(self.completions) if each.finish is None]
         first = self.completions[0]
         made = [Request(spec, self.request.arrival)]
-        # the prompt was computed to its end: all have a first token or score
+        # the prompt was computed to its end: every completion has a first token or score
         if first.finish is not None or (first.scores if first.given else first.token_ids):
             made = [self._resumed(index, completion) for index, completion in unfinished]
         for request in made:
@@ -206,8 +206,8 @@ class Generation:
         return made
 
     def _resumed(self, index: int, completion: CompletionState) -> Request:
-        """A completion whose prompt was computed to its end. Tokens without log-probabilities that
-        are wanted are scored, those of a completion that is over alone."""
+        """Rebuilds the request of a completion whose prompt was computed to its end. Tokens that
+        still lack log-probabilities are scored; a completion that is over has no other work."""
         spec, scored = self.request.spec, len(completion.scores)
         if completion.given:
             request = Request(spec, self.request.arrival, index)
@@ -225,7 +225,7 @@ class Generation:
         return request
 
     def output(self, fingerprint: str) -> Output:
-        ends = [completion.finish for completion in self.completions]  # before their text is made
+        ends = [completion.finish for completion in self.completions]  # read before `publish`
         self.publish()
         scores: list[Score] = [(np.nan, ()), *self.prompt_scores]
         logprobs, top_logprobs = columns(scores, self.params.top_prompt_logprobs)
@@ -241,19 +241,19 @@ class Generation:
 
 
 class TokenUpdates(NamedTuple):
-    """The tokens of a step, a column per quantity, and what some rows have besides, by row."""
+    """A step's tokens, one column per quantity; mappings hold what only some rows have, by row."""
 
     completions: Sequence[CompletionState]
-    begins: Sequence[int]  # a new token follows so many of its completion
+    begins: Sequence[int]  # tokens that the completion has before the new ones
     token_ids: Sequence[int]
-    others: Mapping[int, tuple[int, ...]]  # where there are more, or less, than one
-    texts: Mapping[int, tuple[str, ...]]  # where it was searched
+    others: Mapping[int, tuple[int, ...]]  # rows with more or fewer than one token
+    texts: Mapping[int, tuple[str, ...]]  # rows whose text was searched for stop strings
     logprobs: Logprobs | None = None
-    logprob_begins: Mapping[int, int] = {}  # where those of a row begin, one per token, if wanted
-    speculated: Mapping[int, Speculated] = {}  # what was drafted so far
+    logprob_begins: Mapping[int, int] = {}  # a row's first log-probability, if wanted
+    speculated: Mapping[int, Speculated] = {}  # drafting counts so far
 
     def write(self) -> None:
-        """Those that have ended were written before that."""
+        """Writes every completion that has not ended; ended ones were written before they ended."""
         others, begins = self.others, self.begins
         going = {row: each for row, each in enumerate(self.completions) if each.finish is None}
         for row, completion in going.items():
@@ -271,7 +271,7 @@ class TokenUpdates(NamedTuple):
 
 
 class ScoreUpdate(NamedTuple):
-    """Log-probabilities of given tokens, from number `at` on, and the k best beside each."""
+    """Log-probabilities of given tokens, for entries `at` and up, each with the k best tokens."""
 
     request: Request
     target: list[Score]
@@ -284,7 +284,7 @@ class ScoreUpdate(NamedTuple):
 
 
 def entries(logprobs: Logprobs, k: int) -> list[Score]:
-    """Of every row, with the k best tokens."""
+    """Returns a `Score` per row, with the k best tokens."""
     chosen, top_ids, top = (column.tolist() for column in logprobs)
     pairs = zip(top_ids, top, strict=True)
     best = [tuple(zip(ids[:k], each[:k], strict=True)) for ids, each in pairs]
@@ -292,14 +292,14 @@ def entries(logprobs: Logprobs, k: int) -> list[Score]:
 
 
 def columns(scores: Sequence[Score], k: int | None) -> tuple[Floats | None, tuple[Top, ...] | None]:
-    """Log-probabilities float32 [tokens] and the k best beside each, where asked for."""
+    """Returns log-probabilities float32 [tokens] and the k best of each, or None if not wanted."""
     logprobs = np.array([logprob for logprob, _ in scores], np.float32)
     best = tuple(best for _, best in scores)
     return (None if k is None else logprobs), (best if k else None)
 
 
 class Ending(NamedTuple):
-    """A completion ends with this step."""
+    """A completion that ends with this step."""
 
     completion: CompletionState
     reason: str
@@ -308,13 +308,13 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a settled step has brought. `write` may be left anywhere and begun again."""
+    """The result of a settled step. `write` may be interrupted anywhere and repeated."""
 
     tokens: TokenUpdates | None = None
     scores: tuple[ScoreUpdate, ...] = ()
     embeddings: tuple[tuple[Generation, NDArray[np.float32]], ...] = ()
     endings: tuple[Ending, ...] = ()
-    leaving: frozenset[Generation] = frozenset()  # of these completions, where none goes on
+    leaving: frozenset[Generation] = frozenset()  # of `endings`; they leave when done
 
     def write(self) -> None:
         for score in self.scores:
@@ -323,5 +323,5 @@ class StepResult:
             self.tokens.write()
         for generation, embedding in self.embeddings:
             generation.embedding = embedding
-        for completion, reason, error in self.endings:  # the first reason counts
+        for completion, reason, error in self.endings:  # `end` keeps the first reason
             completion.end(reason, error)

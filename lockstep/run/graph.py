@@ -1,11 +1,11 @@
-"""A launch as a CUDA graph: run plainly, captured, and replayed from then on.
+"""A launch as a CUDA graph: run plainly once, captured, and replayed afterwards.
 
-The plain run compiles what is not compiled yet and is thrown away; capture and replay follow, so
-that the first answer comes from a graph like all others. A launch reads the arena, the weights and
-the cache and writes the cache by the arena's numbers, so running it twice changes nothing; one that
-moves keys would, and is not captured (`captures`). The graphs of a `Studio` share one pool of
-memory: outputs of one stay its own, what it works with is anybody's. Knows no model and no plan;
-the runner keeps one graph per signature. `run.tape` is the same on a CPU.
+The plain run compiles what is not compiled yet; its output is discarded. Capture and replay follow,
+so the first answer comes from a graph like all others. A launch reads the arena, the weights and
+the cache and writes the cache by the arena's numbers, so running it twice changes nothing. A launch
+that moves keys would, and is not captured (`captures`). The graphs of a `Studio` share one memory
+pool: a graph's outputs stay its own, its workspace is shared. Knows no model and no plan; the
+runner keeps one graph per signature. `run.tape` is the CPU's counterpart.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from lockstep.plan.step import Bucket
 
 
 class Studio:
-    """Where a runner's launches are captured: a stream beside its own, and a pool of memory."""
+    """The stream and the memory pool that a runner's launches are captured with."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ class Studio:
 
 
 class Graph:
-    """`record` a launch once, `replay` it from then on. `output` is what the launch returned."""
+    """`record` a launch once, `replay` it afterwards. `output` is what the launch returned."""
 
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
@@ -34,7 +34,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, launch: Callable[[], Any]) -> None:
-        """Carries out a launch and keeps it."""
+        """Runs a launch and captures it."""
         launch()
         torch.cuda.synchronize()
         with torch.cuda.stream(self.studio.stream):
@@ -46,13 +46,13 @@ class Graph:
         self._graph.replay()
 
     def replay(self) -> Any:
-        """Everything again, with the arena's numbers; the output is where it was at first."""
+        """Repeats everything with the arena's current numbers, into the same output."""
         self._graph.replay()
         self.replays += 1
         return self.output
 
 
 def captures(bucket: Bucket, widths: Sequence[int] = (1,)) -> bool:
-    """Whether steps of a bucket are worth a graph and may run twice: as many rows of each request
-    as decoding, drafting and verifying have (`widths`), and no keys moved."""
+    """Whether a bucket's steps are worth a graph and may run twice: every request has the rows of a
+    decode, draft or verify step (`widths`), and no keys are moved."""
     return bucket.width in widths and not any(bucket.moves)

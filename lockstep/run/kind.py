@@ -1,8 +1,8 @@
 """The kinds of step that a model has: frozen values, made once, told apart by name.
 
-An embedding step has the layers of a generating one and keeps nothing; an encode step has the
+An embedding step has the layers of a generating one and caches nothing; an encode step has the
 encoder's layers and the cross groups that a generating step reads. Groups are numbered over all
-models of an engine, which makes kinds; the scheduler puts one into every step. No torch.
+models of an engine. The engine makes the kinds; the scheduler puts one into every step. No torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.nn.decoder import Decoder, Model
 
 GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
-DRAFT, EXTEND = DRAFTS = "draft", "draft-extend"  # of a second model: a guess; rows of known tokens
+DRAFT, EXTEND = DRAFTS = "draft", "draft-extend"  # a draft model's: draft tokens; known tokens
 VERIFY = "verify"  # a generating step that samples several rows of every request
 
 
@@ -29,9 +29,9 @@ class StepKind:
     model: "Model"
     groups: tuple[int, ...]  # their numbers in the engine's tables
     specs: tuple[GroupSpec, ...]  # of these groups
-    layer_map: "tuple[GroupLayer, ...]"  # attention layer → (which of `groups`, layer in it)
+    layer_map: "tuple[GroupLayer, ...]"  # attention layer → (index in `groups`, layer in it)
     forward: Callable[..., Any]  # ids [T], positions [T], lowered step → hidden [T, d]
-    # behind these the residual stream comes back too, [T, d] each: `forward` is told, returns all
+    # after these layers `forward`, which is passed them, also returns the residual, [T, d] each
     hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ def kinds_of(
     first_group: int = 0,
     hidden_layers: tuple[int, ...] = (),
 ) -> Kinds:
-    """The kinds of a model, whose groups are numbered from `first_group` on, cached ones first."""
+    """Returns a model's kinds by name; its groups are numbered from `first_group`, cached first."""
     made: list[tuple[str, tuple[GroupSpec, ...], tuple[GroupLayer, ...], Callable[..., Any]]] = []
     if model.generates:
         forward = cast("Decoder", model).hidden_states if hidden_layers else model
@@ -78,7 +78,7 @@ def kinds_of(
 
 
 def group_specs(kinds: Iterable[StepKind]) -> tuple[GroupSpec, ...]:
-    """The specs of all groups that some kinds use, by number."""
+    """Returns the specs of all groups that these kinds use, in the order of their numbers."""
     found = {g: spec for kind in kinds for g, spec in zip(kind.groups, kind.specs, strict=True)}
     if sorted(found) != list(range(len(found))):
         rule = "the groups of an engine are numbered without gaps"

@@ -1,6 +1,6 @@
 """Runs steps: pad, check, lower, load, launch. One path; a launch is plain, or recorded and, when
-its signature comes again, replayed into the memory that it returned. Knows the pools and the
-backend, and of a model what its step kinds say; knows no request, but for `StepDriver`.
+its signature occurs again, replayed into the memory that it returned. Knows the pools, the backend
+and a model's step kinds; only `StepDriver` knows requests.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError
 
 IMAGE_LEN = 1 << 22  # int32 of a step's image: 16 MB
-LAYOUTS = 512  # that are remembered: chains of several lengths, behind any number of pages
-GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesses that it verifies
+LAYOUTS = 512  # cached layouts: chains of several lengths, with any number of pages
+GUESSES = 1 << 16  # most samples that the next step may read; draft tokens to verify follow them
 SAMPLES = 2 * GUESSES
-SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
+SETTING = 2 * (FLOATS + INTS)  # int32 numbers of one row's settings
 Ids = Sequence[int] | Ints | Tensor
 Guess = tuple[Tensor, Tensor]  # [S] each: tokens and their log-probabilities
-# of a CPU: rows of each request in steps that are recorded: those that decode, draft and verify;
-# how often a launch has come before it is, which takes three times as long, of drafts and verifies
-# once, and launches that are counted; tapes that are kept, and bytes that they hold, about
+# CPU recording: most rows per request (decode, draft, verify); plain launches of a signature before
+# one is recorded, at three times the cost (other kinds: after 1), and most signatures counted;
+# most tapes kept, and roughly their bytes
 NARROW = 16
 STEADY, SEEN = {GENERATE: 3}, 1024
 TAPES, TAPE_BYTES = 64, 1 << 28
-# how a launch was carried out: as always, as it will not be when it comes again, or by its tape
+# how a launch ran: plainly, as it always will; plainly or recorded, to be replayed later; replayed
 PLAIN, COLD, REPLAYED = range(3)
 
 
 class StepOutput(NamedTuple):
-    """What a step computed, of its T real rows."""
+    """The results of a step for its T real rows."""
 
     rows: Tensor  # [T, d] hidden states
     emitted: Tensor  # [S, d] of the rows that the plan emits
-    states: Any = None  # [T, n * d] behind its n `hidden_layers`; by numpy: float32 on a CPU
-    logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
-    sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
-    behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
-    guesses: tuple[Guess, ...] = ()  # of a chain whose later rows have a plan
+    states: Any = None  # [T, n * d] after its n `hidden_layers`; numpy for float32 on a CPU
+    logits: Tensor | None = None  # [S, vocab] of emitted rows, if settings were given
+    sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and sampler states
+    behind: Tensor | None = None  # [S, d] for a draft: the state that the next rows read
+    guesses: tuple[Guess, ...] = ()  # of a chain with a plan
 
     def only(self, real: Real) -> StepOutput:
-        """Without what belongs to pads."""
+        """Returns the output without the rows of pads."""
         if (self.rows.shape[0], self.emitted.shape[0]) == (real.tokens, real.emits):
             return self
         out = self._replace(rows=self.rows[: real.tokens], emitted=self.emitted[: real.emits])
@@ -73,7 +73,7 @@ class StepOutput(NamedTuple):
 
 
 class BoundRows(NamedTuple):
-    """The rows of a step on the device, and how those that it emits are sampled, if they are."""
+    """A step's rows on the device, and the sampler settings of its emitted rows, if any."""
 
     kind: StepKind
     ids: Tensor
@@ -84,10 +84,10 @@ class BoundRows(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What a launch guesses behind the tokens that it samples: `guesses` of them in all, the later
-    ones by steps of a kind. `plan` is of the last row of each request, which goes on from step to
-    step (`Step.advance`): who makes it has checked one of all these rows. Without one, which all
-    requests with as many rows each may have, all rows are computed again for each guess."""
+    """The draft tokens that a launch generates after those that it samples: `guesses` in all, those
+    after the first by steps of a kind. `plan` has the last row of each request and advances from
+    step to step (`Step.advance`); the caller has checked a plan of all these rows. Without one (all
+    requests must have equally many rows), all rows are computed again for each draft token."""
 
     kind: StepKind
     guesses: int
@@ -95,7 +95,7 @@ class Chain(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A step of a launch, in the arena: its image and, behind it, how rows are sampled, if any."""
+    """One step of a launch in the arena: its image, then the settings of its sampler, if any."""
 
     kind: StepKind
     layout: ImageLayout
@@ -111,9 +111,9 @@ class Signature:
     buckets: tuple[Bucket, ...]  # of its steps
     kind: StepKind  # of the first
     variants: tuple[Variants, ...]
-    addresses: tuple[int, ...]  # of the image, and of buffers that a planner keeps
-    threads: tuple[int, ...]  # what calls of the CPU's kernels and tensors of torch depend on
-    cuts: bool | None = None  # of the sampler; None: the launch has none
+    addresses: tuple[int, ...]  # of the image and of a planner's buffers
+    threads: tuple[int, ...]  # CPU kernels' thread setting, torch's inference mode
+    cuts: bool | None = None  # whether the sampler cuts; None: no sampler
     chain: Chain | None = None
 
     @property
@@ -130,7 +130,7 @@ class Signature:
 class Runner:
     """The groups of an engine and their pools, on a device. A step uses those of its kind."""
 
-    # plans are checked before they run; the lab switches it off to see what else would notice
+    # plans are checked before they run; the lab turns it off to see which other check fails
     checks = True
 
     def __init__(
@@ -144,8 +144,8 @@ class Runner:
         overlap: bool = False,
         every: bool = True,
     ) -> None:
-        """With `graphs` launches are recorded: those that `captures` says, on a CPU when as many
-        requests come again; there `every` one may be, the first time."""
+        """With `graphs`, launches that `captures` accepts are recorded, on a CPU once they recur.
+        With `every`, a CPU records each launch the first time."""
         if graphs and not backend.caps.graphs:
             rule = "launches are recorded with a backend that states `graphs`"
             got = f"{type(backend).__module__}, which does not"
@@ -158,16 +158,16 @@ class Runner:
         self.pools = [Pool(spec, n, ops) if stores else None for spec, n, stores in stored]
         self.arena, self.graphs, self.ops = Arena(IMAGE_LEN, ops.device), graphs, ops
         self.studio = Studio() if graphs and ops.device.type == "cuda" else None
-        # of the step before, for rows that wait for them: id -1 - k is sample k
+        # samples of the step before, for rows whose id is -1 - k: sample k
         room = SAMPLES if overlap else 0
         self.sampled = torch.zeros(room, dtype=torch.int64, device=ops.device)
-        # of a chain's launch: rows by which what it emits lies behind what the plan says
+        # for a chain's launch: rows from the planned emitted row to the actual one
         self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
         self.every, self._room = every and self.studio is None, Room()
-        self.warmth = PLAIN  # of the last launch
-        self._seen = Counter[Signature]()  # launches of a CPU that are not recorded
-        self.replays = Counter[str]()  # launches that were replayed, by what their steps are called
+        self.warmth = PLAIN  # of the last launch: PLAIN, COLD or REPLAYED
+        self._seen = Counter[Signature]()  # occurrences of launches that a CPU has not recorded
+        self.replays = Counter[str]()  # replayed launches, by `Signature.called`
         self._layout = lru_cache(LAYOUTS)(lambda kind, b: layout_of(b, kind.specs, backend))
 
     def run(
@@ -179,9 +179,9 @@ class Runner:
         wider: int = 0,
         chain: Chain | None = None,
     ) -> StepOutput:
-        """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
-        all rows that the plan emits and, with a `chain`, what follows them; `wider`: by the
-        backend's n-th wider launch."""
+        """Runs one step. ids [T]: the token of every row, before padding. With `how` the launch
+        also samples all rows that the plan emits and, with a `chain`, draft tokens after them.
+        `wider` selects the backend's n-th wider launch."""
         if chain and not chain.plan and not len(self.sampled):
             rule = "a chain without a plan keeps its guesses, for a step that is settled late"
             raise RuleError(rule, "a runner without overlap", "Give the chain a plan, or overlap")
@@ -197,7 +197,7 @@ class Runner:
         parts, image = self._load(steps, how, wider)
 
         def launch() -> StepOutput:
-            """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
+            """Reads the arena, the weights, the cache and, for ids that name samples, `sampled`."""
             rows, *later = [self._bound(part, image) for part in parts]
             if chain is None:
                 return self._computed(rows)
@@ -222,8 +222,8 @@ class Runner:
     def _load(
         self, steps: Sequence[tuple[StepPlan, Ids, StepKind]], how: Settings | None, wider: int
     ) -> tuple[list[Part], Any]:
-        """The steps of a launch into the arena, one behind the other, each with the settings. The
-        image is an array of numpy on a CPU: torch releases the interpreter's lock even to slice."""
+        """Loads a launch's steps into the arena one after another, each with the settings. On a CPU
+        the image is a numpy array: torch releases the interpreter's lock even to slice."""
         layouts = [self._layout(kind, plan.bucket) for plan, _, kind in steps]
         lens = [each.length + bool(how) * each.bucket.emits * SETTING for each in layouts]
         bounds = list(accumulate(lens, initial=0))
@@ -242,7 +242,7 @@ class Runner:
         return parts, image.numpy() if image.device.type == "cpu" else image
 
     def _bound(self, part: Part, image: Any) -> BoundRows:
-        """A step of the arena, whose keys that the plan relocates are in their places."""
+        """Binds a step of the arena and carries out its plan's moves."""
         own, layout = image[part.place], part.layout
         pools = [self.pools[g] for g in part.kind.groups]
         views = views_of(layout, own[: layout.length])
@@ -263,7 +263,7 @@ class Runner:
             check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
 
     def _computed(self, rows: BoundRows) -> StepOutput:
-        """The rows of a step, those that it emits and, with settings, what is sampled of these."""
+        """Computes a step's rows, those it emits and, with settings, the samples of these."""
         kind = rows.kind
         wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
         out = kind.forward(rows.ids, rows.positions, rows.step, *wanted)
@@ -280,8 +280,8 @@ class Runner:
         return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *rows.how))
 
     def _followed(self, rows: BoundRows, later: BoundRows, chain: Chain) -> StepOutput:
-        """What a step samples, and what is guessed behind it by further steps: each reads the
-        token, and the state, of the one before."""
+        """Computes a step's samples, then draft tokens by further steps: each reads the token and
+        the state of the step before."""
         assert later.how is not None, "settings were given"
         n, model, guesses = len(later.ids), cast(Any, later.kind.model), list[Guess]()
         first = output = self._computed(rows)
@@ -298,10 +298,10 @@ class Runner:
         return first._replace(guesses=tuple(guesses))
 
     def _guessed(self, rows: BoundRows, chain: Chain) -> StepOutput:
-        """What a step samples of rows that lie behind those that the plan emits, by how many the
-        device alone knows (`shift`), and guesses: guess i of request k, of n with the pads, becomes
-        sample GUESSES + i * n + k. For each all rows are computed once more: the one behind the
-        last that counts has its token then, and reads what that one left."""
+        """Samples the rows `shift` rows after those that the plan emits (only the device knows
+        `shift`), then drafts: draft token i of request k, of n with pads, becomes sample GUESSES +
+        i * n + k. For each, all rows are computed again: the row after the last counted one then
+        has its token, and reads the state that the last one left."""
         assert rows.how is not None, "settings were given"
         arrays, n, model = rows.arrays, len(rows.arrays.emit), cast(Any, chain.kind.model)
         at, ints = arrays.emit + self.shift[:n], rows.how.ints.clone()
@@ -310,7 +310,7 @@ class Runner:
         first = output = self._computed(rows)
         width = len(rows.ids) // n
         begins = torch.arange(0, len(rows.ids), width, dtype=torch.int32, device=at.device)
-        at = torch.maximum(at, begins)  # a pad's are its own
+        at = torch.maximum(at, begins)  # a pad's rows stay its own
         for i in range(chain.guesses):
             assert output.sampled is not None, "settings were given"
             place = self.keep(output.sampled[0], GUESSES + i * n)
@@ -325,16 +325,16 @@ class Runner:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows of each request in steps that a graph is captured of."""
+        """Rows per request of the steps that graphs are captured for."""
         return (self.buckets and self.buckets.widths) or (1,)
 
     @property
     def even(self) -> bool:
-        """Whether drafts are verified by recorded launches: all requests have as many rows then."""
+        """Whether recorded launches verify drafts: then all requests have equally many rows."""
         return len(self.widths) > 1
 
     def keep(self, token_ids: Tensor, at: int = 0) -> Tensor:
-        """Writes a step's samples where rows of the next read them; guesses from GUESSES on."""
+        """Writes a step's samples where the next step's rows read them; drafts from GUESSES on."""
         room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
         if len(token_ids) > room:
             rule = f"a step that is settled late samples at most {room:,} tokens"
@@ -342,7 +342,7 @@ class Runner:
         return torch.clamp(token_ids, min=0, out=self.sampled[at : at + len(token_ids)])
 
     def padded(self, plan: StepPlan) -> StepPlan:
-        """The plan in the smallest bucket that holds it; or as it is."""
+        """Returns the plan in the smallest bucket that holds it, or unchanged."""
         buckets, whole = self.buckets, plan.bucket.requests == plan.real.requests
         if buckets is None or not whole:
             return plan
@@ -358,9 +358,9 @@ class Runner:
         every: bool = False,
         chain: Chain | None = None,
     ) -> None:
-        """Records steps of `width` rows per request, which emit every one or the last, but for
-        those of a chain's guesses; none of a width that the buckets do not name, nor of a chain
-        whose guesses this runner has no room for."""
+        """Records steps of `width` rows per request that emit `every` row or the last one (before
+        the rows of a chain's draft tokens). Does nothing if the buckets lack the width, or if this
+        runner keeps no samples and a chain is asked for."""
         if self.buckets is None or width not in self.widths or (chain and not len(self.sampled)):
             return
         sizes = self.buckets.grid("requests")
@@ -382,18 +382,18 @@ class Runner:
             say(f"graphs{named} {at} of {len(sizes)}: {about}")
 
     def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
-        """Per group, the launches that serve a step: its own first, then wider ones."""
+        """Returns per group the variants that can launch a step: its own first, then wider ones."""
         each = enumerate(zip(layout.specs, variants, strict=True))
         return [(v, *self.backend.wider(s, layout.buckets[g], v)) for g, (s, v) in each]
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
-        """A known launch is replayed, a new one recorded, or run where it may stay alone."""
+        """Replays a known launch. Records a new one, or runs it plainly if it may not recur."""
         tape, always = self.tapes.get(signature), bool(self.studio or self.every)
         self.warmth = COLD
         if tape is not None:
             tape.replay()
             self.warmth = REPLAYED
-            self.tapes[signature] = self.tapes.pop(signature)  # the last to be dropped
+            self.tapes[signature] = self.tapes.pop(signature)  # now the last to be dropped
             self.replays[signature.called] += 1
             if signature.chain is not None:
                 self.replays[signature.chain.kind.name] += signature.chain.guesses - 1
@@ -410,16 +410,16 @@ class Runner:
         except RuleError:
             if always or tape.output is None:
                 raise
-            self.graphs = False  # the recorder alone said no
+            self.graphs = False  # only the recorder failed, the launch is done
         while not always and len(self.tapes) > 1:
             if len(self.tapes) <= TAPES and self._room.used() <= TAPE_BYTES:
                 break
-            del self.tapes[next(iter(self.tapes))]  # which was not used for longest
+            del self.tapes[next(iter(self.tapes))]  # the least recently used
         return cast(StepOutput, tape.output)
 
 
 def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> RequestWork:
-    """A request in page 0 alone, with `width` rows, some of them emitted."""
+    """Returns a request with pages 0 only and `width` rows, of which `emit` are emitted."""
     pages = [RequestPages(ints([0] * -(-width // spec.page_size))) for spec in specs]
     pairs = zip(specs, pages, strict=True)
     held = tuple([None if spec.layout is Layout.FRESH else own for spec, own in pairs])
@@ -427,7 +427,7 @@ def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> 
 
 
 def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.device) -> StepPlan:
-    """The step whose keys have been moved: a graph that is captured runs twice."""
+    """Carries out a plan's moves and returns it without them: capturing a graph runs it twice."""
     groups = []
     for group, pool in zip(plan.groups, pools, strict=True):
         if isinstance(group, PagedGroup) and pool is not None and len(group.moves):
@@ -439,27 +439,27 @@ def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.de
 
 
 def views_of(layout: ImageLayout, image: Any) -> list[PlanArrays]:
-    """Where a step's arrays lie on the device."""
+    """Returns the arrays of a step's image, as tensors on the device."""
     return [PlanArrays(*map(torch.as_tensor, vars(own).values())) for own in layout.views(image)]
 
 
 def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
-    """What a model is told: the token and the position of every row."""
+    """Returns a model's inputs: the token and the position of every row."""
     return rows.ids, rows.positions
 
 
 def emitted(ops: Ops, hidden: Tensor, rows: PlanArrays) -> Tensor:
-    """The rows that the plan emits, and those that pad them."""
+    """Returns the rows that the plan emits, including the pads' rows."""
     return ops.take_rows(hidden, rows.emit)
 
 
 def resolved(ids: Tensor, sampled: Tensor) -> Tensor:
-    """Ids, with samples of the step before in the place of those below 0."""
+    """Returns the ids with those below 0 replaced by samples of the step before."""
     return torch.where(ids < 0, sampled[(~ids).clamp_(min=0)], ids)
 
 
 def write_settings(room: Ints, settings: Settings) -> None:
-    """Into the arena, behind a step's image; rows that pad it are greedy ones."""
+    """Writes settings into the arena after a step's image; pad rows sample greedily."""
     at, count = 2 * FLOATS * (len(room) // SETTING), len(settings.floats)
     if len(room) > SETTING * count:
         room[:] = 0
@@ -468,7 +468,7 @@ def write_settings(room: Ints, settings: Settings) -> None:
 
 
 def read_settings(room: Any, cuts: bool) -> Settings:
-    """The same on the device."""
+    """Returns the settings that `write_settings` wrote, as tensors on the device."""
     at, dtypes = 2 * FLOATS * (len(room) // SETTING), torch if isinstance(room, Tensor) else np
     floats = room[:at].view(dtypes.float64).reshape(-1, FLOATS)
     ints = room[at:].view(dtypes.int64).reshape(-1, INTS)
@@ -476,7 +476,7 @@ def read_settings(room: Any, cuts: bool) -> Settings:
 
 
 def planner_buffers(part: Part, image: Any, backend: Backend) -> tuple[int, ...]:
-    """Where the buffers lie that a library's planner keeps for this step."""
+    """Returns the addresses of the buffers that a library's planner keeps for this step."""
     names = backend.caps.planner_buffers
     if not names:
         return ()
@@ -489,23 +489,23 @@ class Share(NamedTuple):
     """One request's part of a step."""
 
     request: PageTable
-    ids: Sequence[int] | Tensor  # the tokens of its rows: the first stands at position cached_len
-    cached_len: int = 0  # keys that it has already
+    ids: Sequence[int] | Tensor  # the tokens of its rows, the first at position cached_len
+    cached_len: int = 0  # keys in the cache
     parents: tuple[int, ...] | None = None  # the tree so far; its last len(ids) nodes are the rows
     emit: tuple[int, ...] | None = None  # rows whose logits are wanted; None = the last one
-    cross_len: int = 0  # keys of its encoder; an encode step writes as many as it has rows
+    cross_len: int = 0  # its encoder's keys; an encode step writes one per row
 
 
 class StepDriver:
-    """Requests of a model on pools of `pages` pages per group (0 for one without a cache), and
-    steps that nobody schedules: for certification, the lab and tests.
+    """Requests of a model on pools of `pages` pages per group (0 for a group without a cache), and
+    steps that no scheduler makes: for certification, the lab and tests.
 
         driver = StepDriver(kinds_of(model), [pages] * groups, backend)
         request = driver.request()
         hidden = driver.step(driver.kinds[GENERATE], [Share(request, prompt)]).rows
         hidden = driver.step(driver.kinds[GENERATE], [Share(request, [token], len(prompt))]).rows
 
-    Knows no sampling and no end: `PageTable.release` and `close` are the caller's."""
+    Does no sampling and ends no request: call `PageTable.release` and `close` yourself."""
 
     def __init__(self, kinds: Kinds, pages: Sequence[int], backend: Backend) -> None:
         self.kinds = kinds
@@ -515,11 +515,11 @@ class StepDriver:
         self.cache = CacheGroups(self.runner.specs, self.page_pools)
 
     def request(self) -> PageTable:
-        """A request without keys."""
+        """Returns a request without keys."""
         return PageTable(self.cache)
 
     def plan(self, kind: StepKind, shares: Sequence[Share]) -> StepPlan:
-        """The plan of a step, pages reserved."""
+        """Returns the plan of a step; reserves its pages."""
         keeps = any(spec.causal and spec.layout is not Layout.FRESH for spec in kind.specs)
         works = []
         for share in shares:

@@ -1,7 +1,7 @@
-"""A step on its way to a launch: `lower` on the host, into the arena, then `bind`, and what a
-model's layers see.
+"""A step on its way to a launch: `lower` on the host, into the arena, then `bind`, and the value
+that a model's layers are passed.
 
-A launch moves keys that the plan relocates, then, layer by layer, writes this step's keys and
+A launch moves the keys that the plan relocates, then, layer by layer, writes this step's keys and
 attends: always in this order, in one place. A bound step knows addresses, no request and no plan.
 """
 
@@ -21,15 +21,15 @@ from lockstep.plan.step import Bucket, Ints, StepPlan
 from lockstep.types import GroupSpec, RuleError
 
 if TYPE_CHECKING:
-    from lockstep.nn.attention import GroupLayer  # which loads the kernels
+    from lockstep.nn.attention import GroupLayer  # importing it loads the kernels
 
-Variants = tuple[Hashable, ...]  # which launch a step is, where its bucket does not say it
+Variants = tuple[Hashable, ...]  # per group, the launch variant where the bucket leaves it open
 
 
 class Arena:
-    """Room for an image of `capacity` int32, at one address: all that a launch reads but weights
-    and cache. `host` is filled first, `load` copies it to the device: one copy per step. On a GPU
-    there are two places to fill, in turns, and one is filled again only when its copy has run."""
+    """Room for an image of `capacity` int32 at one address: with weights and cache, all that a
+    launch reads. Fill `host`; `load` copies it to the device, one copy per step. A GPU has two host
+    buffers, used alternately, and one is refilled only when its copy has finished."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -41,10 +41,10 @@ class Arena:
         self._copied = [event() for _ in self._slots] if pinned else []
         self._arrays = [slot.numpy() for slot in self._slots]
         self._turn = 0
-        self._image = self.buffer[:0]  # as it was loaded last
+        self._image = self.buffer[:0]  # the last loaded image
 
     def host(self, length: int) -> Ints:
-        """Where an image of `length` numbers is written: the next place whose copy has run."""
+        """Returns the host buffer for an image of `length` numbers, after its last copy is done."""
         if length > len(self.buffer):
             rule = f"a step's image has at most {len(self.buffer)} numbers"
             raise RuleError(rule, str(length), "Schedule less per step, or enlarge the arena")
@@ -60,14 +60,14 @@ class Arena:
         if self._copied:
             self._image.copy_(self._slots[self._turn][:length], non_blocking=True)
             self._copied[self._turn].record()
-        else:  # by numpy, on this thread
+        else:  # numpy copies on this thread
             self._image.numpy()[:] = self._arrays[self._turn][:length]
         return self._image
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step, ready to run. `layer_map` tells a model's attention layers their groups."""
+    """One step, ready to run. `layer_map` gives a model's attention layers their groups."""
 
     specs: tuple[GroupSpec, ...]
     stores: tuple[kv.KvWriter | kv.UncachedKv, ...]
@@ -92,7 +92,7 @@ class Step:
         return out
 
     def advance(self, counters: Tensor | None) -> None:
-        """The step becomes the one behind it, with a backend that can (`Caps.chains`)."""
+        """Turns this step into the next one of a chain (needs `Caps.chains`)."""
         move_on = operation(cast(ChainBackend, self.backend).advance)
         for handle, own in zip(self.handles, self.views, strict=True):
             move_on(handle, own, counters)
@@ -105,7 +105,7 @@ class Step:
 
 
 def layout_of(bucket: Bucket, specs: tuple[GroupSpec, ...], backend: Backend) -> ImageLayout:
-    """Where a step's numbers lie, for this backend."""
+    """Returns where a step's numbers are in its image, for this backend."""
     derived = [backend.derived_len(spec, bucket.of(g)) for g, spec in enumerate(specs)]
     return ImageLayout(bucket, specs, tuple(derived))
 
@@ -113,7 +113,7 @@ def layout_of(bucket: Bucket, specs: tuple[GroupSpec, ...], backend: Backend) ->
 def lower(
     plan: StepPlan, ids: Sequence[int] | Ints, backend: Backend, layout: ImageLayout, image: Ints
 ) -> Variants:
-    """Host: fills a step's image, what the backend derives included. No cache is touched."""
+    """Host: fills a step's image, including what the backend derives. Touches no cache."""
     views = plan_image.write(image, layout, plan, ids)
     pairs = zip(plan.groups, views, strict=True)
     return tuple([backend.lower(plan, group, own) for group, own in pairs])
@@ -134,7 +134,7 @@ def bind(
     pools: Sequence[kv.Pool | None],
     layer_map: "Sequence[GroupLayer]",
 ) -> Step:
-    """The step of an image on the device. `pools` holds one entry per group."""
+    """Returns the step of an image on the device. `pools` has one entry per group."""
     groups = zip(layout.specs, pools, views, strict=True)
     return Step(
         specs=layout.specs,

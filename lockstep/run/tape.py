@@ -1,10 +1,10 @@
 """A launch, recorded and replayed: what a captured graph does, on any device that torch runs on.
 
-A tape notes the calls of operations and, as a dispatch mode, what torch does in between; a replay
-repeats them into the same memory without any Python of the model, so a number that was not read
-from the arena stays the old one. Of operations that are transparent it notes the CPU's kernels,
-and those that follow one another are repeated as one call. Knows no model and no plan; the runner
-records one per signature.
+A tape notes the calls of operations and, as a dispatch mode, torch's own operations between them. A
+replay repeats these into the same memory without any Python of the model, so a number that was not
+read from the arena keeps its old value. For transparent operations it notes the CPU's kernels;
+consecutive kernels are repeated as one call. Knows no model and no plan; the runner records one per
+signature.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call, and the memory of its results but for those in the memory of its arguments."""
+    """One call, and those of its results that are not in its arguments' memory."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Call:
 
 
 class Tape(Recorder):  # type: ignore[no-untyped-call]
-    """`record` a launch once, `replay` it from then on. `output` is what the launch returned. Its
+    """`record` a launch once, `replay` it afterwards. `output` is what the launch returned. Its
     kernels work in a `room`, which tapes may share."""
 
     def __init__(self, room: threads.Room | None = None) -> None:
@@ -53,10 +53,10 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         self.refusal: RuleError | None = None
         self.replays = 0
         self._calls: list[Call | threads.Script] = []
-        self.held: list[Any] = []  # memory that kernels were told of
+        self.held: list[Any] = []  # keeps memory alive that kernels point to
 
     def record(self, launch: Callable[[], Any]) -> None:
-        """Carries out a launch and keeps it. Raises where it cannot be kept: when it is done."""
+        """Runs a launch and records it. If it cannot be recorded, raises after it has run."""
         outside = active_modes()
         try:
             threads.OWN.tape = self
@@ -64,13 +64,13 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
                 self.output = launch()
         finally:
             threads.OWN.tape = None
-            while active_modes() > outside:  # an interrupt came before the block was entered
+            while active_modes() > outside:  # an interrupt struck before the block was entered
                 _pop_mode()
         if self.refusal is not None:
             raise self.refusal
 
     def note(self, call: threads.Call, record: Any) -> None:
-        """A kernel, about to run."""
+        """Appends a kernel that is about to run."""
         if not self._calls or isinstance(self._calls[-1], Call):
             self._calls.append(threads.Script())
         script: Any = self._calls[-1]
@@ -87,7 +87,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             threads.OWN.tape = None
             return func(*args, **kwargs)
         copied = copies(func, args)
-        if copied is not None:  # by a kernel: what stands between two of them breaks a script
+        if copied is not None:  # copied by a kernel: any other call would split a script
             target, pairs = copied
             for source, place in pairs:
                 rows.copy(source, place)
@@ -99,7 +99,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An operation, noted as one call where not all that it does is seen."""
+        """Runs an operation; notes it as one call unless the recorder sees all that it does."""
         if hasattr(function, TRANSPARENT):
             self.held += [each for each in (*args, *kwargs.values()) if not self.room.holds(each)]
         if hasattr(function, TRANSPARENT) or threads.OWN.tape is None:
@@ -113,7 +113,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
-        """A call that only looks at its arguments' memory is kept, not repeated."""
+        """Appends a call unless it only makes views of its arguments: these need no repeat."""
         given = {_memory(tensor) for tensor in tensors((args, kwargs))}
         made = enumerate(tensors(result))
         fresh = tuple((at, tensor) for at, tensor in made if _memory(tensor) not in given)
@@ -122,7 +122,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             self._calls.append(Call(function, args, kwargs, fresh))
 
     def replay(self) -> Any:
-        """Everything again, with the arena's numbers of now, into the memory of the first time."""
+        """Repeats everything with the arena's current numbers, into the memory of the first run."""
         for one in self._calls:
             one.repeat()
         self.replays += 1
@@ -130,8 +130,8 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
 
 
 def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
-    """Of a call of torch that only copies float32 rows on a CPU: its result, and from where to
-    where. `cat` is of columns."""
+    """Returns, for a torch call that only copies float32 rows on a CPU (`copy_`, `cat` of columns),
+    its result and (source, target) pairs; else None."""
     copy, cat = torch.ops.aten.copy_.default, torch.ops.aten.cat.default
     if func is copy and plain_rows(args[:2]) and args[0].shape == args[1].shape:
         return args[0], [(args[1], args[0])]
@@ -144,14 +144,14 @@ def copies(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[tuple[Tensor,
 
 
 def plain_rows(some: Sequence[Any]) -> bool:
-    """Whether all are as many rows of float32 on a CPU, their columns one behind the other."""
+    """Whether all are 2-D float32 on a CPU, with equally many rows and contiguous columns."""
     kinds = {(t.ndim, t.dtype, t.device.type, t.stride()[-1:], t.shape[:1]) for t in tensors(some)}
     alike = len(kinds) == 1 and all(t.numel() for t in tensors(some))
     return alike and next(iter(kinds))[:4] == (2, torch.float32, "cpu", (1,))
 
 
 def asks_numbers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of a result, or a result on the host, depends on the numbers in tensors."""
+    """Whether a result's shape, or a result on the host, depends on the numbers in tensors."""
     if func.overloadpacket is torch.ops.aten.index:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors(args[1]))
     asking = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -159,7 +159,7 @@ def asks_numbers(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses, in order."""
+    """Returns the tensors in nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value) and not isinstance(value, type):

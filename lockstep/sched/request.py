@@ -1,6 +1,6 @@
-"""What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and
-its share of a step (frozen). There are no modes: `len(tokens) - cached_len` rows are missing. A
-token that a launched step will have sampled is negative until that step is settled.
+"""The scheduler's view of a request: what was asked for (frozen), its progress (lengths), and its
+share of a step (frozen). There are no modes: `len(tokens) - cached_len` rows are missing. A token
+that a launched step will have sampled is negative until that step is settled.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,32 +18,32 @@ from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages,
 from lockstep.run.kind import StepKind
 from lockstep.types import RuleError
 
-GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of a kind of step
+GroupPages = tuple[RequestPages | None, ...]  # one request's, per group of a kind of step
 Column = NDArray[np.int64]
-HEAD_START = 64  # later arrivals that one level of priority lets a request overtake
+HEAD_START = 64  # earlier arrivals that one level of priority lets a request overtake
 MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")  # while it decodes
-# The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are here. Below
-# UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
+# The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are in the columns.
+# Below UNTIL_LEN nothing but decoding happens; it is 0 for a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
-MOST = 64  # tokens that are here at most
+MOST = 64  # tokens that the columns hold per member
 
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What is wanted, in token ids."""
+    """What a request asks for, in token ids."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 16
     n: int = 1
     priority: int = 0  # a higher one goes first
     wants_prompt_logprobs: bool = False
-    encoder_ids: tuple[int, ...] = ()  # computed, whole, before the prompt
+    encoder_ids: tuple[int, ...] = ()  # all computed before the prompt
     tenant: str = ""
-    speculative: bool = False  # drafts may be asked for
-    draft: bool = False  # by a model, with keys of its own
+    speculative: bool = False  # may be drafted for
+    draft: bool = False  # by a draft model, which has keys of its own
     embed: bool = False  # rows are wanted, and no tokens
-    items: tuple[tuple[int, ...], ...] = ()  # given continuations to score: a fork each
-    needs_values: bool = False  # logits depend on earlier tokens, which are settled first
+    items: tuple[tuple[int, ...], ...] = ()  # given continuations to score, a fork each
+    needs_values: bool = False  # logits depend on earlier tokens' values: settle them first
     request_id: str = ""
 
     def __post_init__(self) -> None:
@@ -55,13 +55,13 @@ class RequestSpec:
 
     @property
     def max_keys(self) -> int:
-        """Keys that one continuation ever writes: its last token is not computed."""
+        """Most keys that one continuation writes: its last token is never computed."""
         behind = [self.max_new_tokens - 1, *(len(item) - 1 for item in self.items), 0]
         return len(self.prompt) + max(behind)
 
     @property
     def scored_prompt_len(self) -> int:
-        """Rows of the prompt whose log-probabilities are wanted: not the last one's."""
+        """Prompt rows whose log-probabilities are wanted; the last row's never are."""
         return len(self.prompt) - 1 if self.wants_prompt_logprobs else 0
 
     @property
@@ -70,14 +70,14 @@ class RequestSpec:
 
 
 class Accepted(NamedTuple):
-    """What a step brings a completion; of a tree `nodes` is the accepted path, from the root on."""
+    """A completion's tokens from a step; for a tree `nodes` is the accepted path from the root."""
 
     token_ids: tuple[int, ...] = ()
-    stop_len: int | None = None  # the text ends with so many of them
+    stop_len: int | None = None  # tokens up to where the text ends
     nodes: tuple[int, ...] = ()
 
     def cut(self, most: int) -> tuple[tuple[int, ...], str | None]:
-        """The tokens that count, if `most` are wanted, and why the completion ends with them."""
+        """Returns the tokens that count if `most` are wanted, and why the text ends there."""
         if self.stop_len is not None and self.stop_len <= most:
             return self.token_ids[: self.stop_len], "stop"
         if len(self.token_ids) < most:
@@ -86,7 +86,7 @@ class Accepted(NamedTuple):
 
 
 class AcceptedTokens(NamedTuple):
-    """What a step brings: a token per sample; `others` bring more or less than one, or an end."""
+    """A step's tokens: one per sample; `others` has the samples with more or fewer, or an end."""
 
     token_ids: Column = np.zeros(0, np.int64)
     others: Mapping[int, Accepted] = {}
@@ -96,15 +96,15 @@ class AcceptedTokens(NamedTuple):
 
 
 class DraftTree(NamedTuple):
-    """Tokens that may follow the last one, node 0; `parents[i]` is the node above node i + 1."""
+    """Draft tokens after the last token, node 0; `parents[i]` is the parent of node i + 1."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
-    pads: int = 0  # the last of them, which nobody guessed: any token makes a chain long enough
+    pads: int = 0  # trailing tokens that only lengthen the chain: not guesses
 
     @property
     def chain(self) -> bool:
-        """Whether every token follows the one before it."""
+        """Whether every node is the child of the node before it."""
         return self.parents == tuple(range(len(self.parents)))
 
     @property
@@ -113,9 +113,9 @@ class DraftTree(NamedTuple):
 
 
 class Request:
-    """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache. Their
-    order, by a rank, never changes: one is overtaken only by as many later ones as the head start
-    allows, the best makes progress, nobody preempts in circles. No result depends on it."""
+    """One continuation of a prompt; the keys of `tokens[:cached_len]` are in the cache. Its rank
+    never changes: only later requests within the head start overtake it, so the best-ranked makes
+    progress and preemption has no cycles. No result depends on the order."""
 
     def __init__(
         self, spec: RequestSpec, arrival: int, index: int = 0, first: Iterable[int] = ()
@@ -123,23 +123,23 @@ class Request:
         self.spec, self.arrival, self.index = spec, arrival, index
         self.rank = (arrival - HEAD_START * spec.priority, arrival, index)
         self.tokens = [*spec.prompt, *first]
-        self.cached_len = 0  # those that a launched step will have written included
-        self.settled_len = 0  # those without
-        # rows [scored_len, score_end) are still to be asked for log-probabilities
+        self.cached_len = 0  # including keys that a launched step will have written
+        self.settled_len = 0  # without these
+        # rows [scored_len, score_end) still have to be scored (log-probabilities)
         self.scored_len, self.score_end = 0, spec.scored_prompt_len
-        self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
+        self.hit_len: int | None = None  # keys found in the prefix cache at first admission
         self.encoded = not spec.encoder_ids
         self.table: PageTable | None = None
-        self.room = 0  # keys that the pages it holds have room for, as far as was looked
-        self.node: Node | None = None  # how far its keys are in the prefix tree
+        self.room = 0  # keys that its pages have room for, as last computed
+        self.node: Node | None = None  # the tree node that its keys reach
         self.finish: str | None = None  # "length", "stop" or "abort"
-        self.siblings: list[Request] = []  # all continuations that exist, if there are several
-        self.launched_in = 0  # number of the step launched last that it was in
-        self.held_until = 0  # number of the step that has to be settled before the next row
+        self.siblings: list[Request] = []  # all existing continuations, if several
+        self.launched_in = 0  # number of its last launched step
+        self.held_until = 0  # number of the step to settle before the next row
         self.draft: DraftTree | None = None  # proposed for the next step
-        self.pads = 0  # of the draft that was scheduled last
-        self.last_tree: ScheduledRows | None = None  # of the same, for the next that is like it
-        # while it decodes it is a member, of this number; inside, its first tokens are kept here
+        self.pads = 0  # pad tokens of the last scheduled draft
+        self.last_tree: ScheduledRows | None = None  # its rows, reused if the next is alike
+        # its membership and number while it decodes; `known_tokens`: its first tokens while inside
         self.members: Decoding | None = None
         self.number = -1
         self.known_tokens: list[int] = []
@@ -147,7 +147,7 @@ class Request:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What moves is not here while it is inside: asking for it takes the request out."""
+            """Takes the request out of the columns, which have its MOVING attributes till then."""
             if name not in MOVING or self.members is None:
                 raise AttributeError(name)
             self.members.leave(self)
@@ -165,7 +165,7 @@ class Request:
         return self.table is not None
 
     def samples(self, new_len: int) -> int:
-        """Tokens chosen by the next `new_len` rows: one per continuation at the prompt's end."""
+        """Counts samples of the next `new_len` rows: one per continuation at the prompt's end."""
         spec, known = self.spec, len(self.tokens)
         first = known == len(spec.prompt)
         if new_len < known - self.cached_len or not (spec.max_new_tokens or (spec.items and first)):
@@ -174,13 +174,13 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether the only row that is missing samples one token, and nothing else is wanted."""
+        """Whether its only missing row samples one token, and nothing else is wanted."""
         spec = self.spec
         begun = self.missing_len == 1 and len(self.tokens) > len(spec.prompt)
         return begun and self.scored_len >= self.score_end and spec.max_new_tokens > 0
 
     def fitting_len(self, tokens: int, emits: int) -> int:
-        """How many of its missing rows it may compute in a step with so much room."""
+        """Returns how many missing rows fit into `tokens` rows, `emits` of them emitted."""
         new_len = min(self.missing_len, tokens)
         while new_len > 0 and (over := self.emits(new_len) - emits) > 0:
             new_len -= 1 if self.samples(new_len) else over
@@ -190,13 +190,13 @@ class Request:
         return len(self._scored(new_len)) + self.samples(new_len)
 
     def rows(self, new_len: int) -> "ScheduledRows":
-        """The next `new_len` rows. Emitted are those to be scored, then one for every sample."""
+        """Returns the next `new_len` rows. Scored rows are emitted first, then one per sample."""
         samples, scored = self.samples(new_len), self._scored(new_len)
         emit = (*[row - self.cached_len for row in scored], *[new_len - 1] * samples)
         return ScheduledRows(self, new_len, emit, samples, self.table)
 
     def tree_rows(self, draft: DraftTree) -> "ScheduledRows":
-        """The last token and what may follow it, as the nodes of a tree; all are emitted."""
+        """Returns the last token and its draft as rows, the nodes of a tree; all are emitted."""
         last, parents = self.last_tree, (-1, *draft.parents)
         if last is None or last.table is not self.table or last.parents != parents:
             emit = tuple(range(len(parents)))
@@ -205,7 +205,7 @@ class Request:
         return last
 
     def launch(self, rows: "ScheduledRows", sample: int, step: int) -> None:
-        """The rows are on their way in step number `step`, and so is its sample number `sample`."""
+        """Records that the rows are launched in step number `step`, with its sample `sample`."""
         spec = self.spec
         if rows.parents is None:
             self.cached_len += rows.new_len
@@ -219,18 +219,18 @@ class Request:
             self.held_until = step
 
     def begin_item(self) -> str | None:
-        """Behind the prompt come rows of all tokens of its item but the last; "length" if none."""
+        """Appends its item's tokens but the last, as rows to score; returns "length" if none."""
         self.tokens += self.spec.items[self.index][:-1]
         self.scored_len, self.score_end = len(self.spec.prompt), len(self.tokens)
         return None if self.scored_len < self.score_end else "length"
 
     @property
     def left(self) -> int:
-        """Tokens that are still to be generated, at most."""
+        """Most tokens that are still to be generated."""
         return len(self.spec.prompt) + self.spec.max_new_tokens - len(self.tokens)
 
     def _scored(self, new_len: int) -> range:
-        """The row at position p tells of token p+1."""
+        """Returns the positions to score: the row at p gives the logits of token p + 1."""
         end = min(self.cached_len + new_len, self.score_end)
         return range(max(self.cached_len, self.scored_len), end)
 
@@ -240,31 +240,31 @@ class ScheduledRows(NamedTuple):
 
     request: Request
     new_len: int
-    # rows whose logits are wanted; the last `samples` of them are sampled from, or all of a tree
+    # rows whose logits are wanted; the last `samples` are sampled from, or all rows of a tree
     emit: tuple[int, ...]
     samples: int
-    table: PageTable | None = None  # of the request; another one by now, if it was preempted
+    table: PageTable | None = None  # the request's then; it has another after a preemption
     cross_new: int = 0  # encoder keys that the rows write
-    parents: tuple[int, ...] | None = None  # of the rows, if they are nodes of a tree
-    chain: bool = False  # each below the one before: their keys lie in the pages, at their places
+    parents: tuple[int, ...] | None = None  # per row, if the rows are a tree's nodes
+    chain: bool = False  # each the child of the one before: keys go to their places in the pages
 
     @property
     def sampled(self) -> int:
-        """Tokens that are sampled: an item's are given."""
+        """Tokens that are sampled; none for an item, whose tokens are given."""
         return 0 if self.request.spec.items else self.samples
 
     @property
     def draws(self) -> int:
-        """Rows that are sampled from, an item's given first token included."""
+        """Rows that are sampled from, including the given first token of an item."""
         return self.samples if self.parents is None else self.new_len
 
     def known_len(self, cached_len: int) -> int:
-        """Behind so many keys, tokens before those that are sampled: up to the first of `draws`."""
+        """Returns the number of tokens before the first sampled one, after `cached_len` keys."""
         return cached_len + self.new_len if self.parents is None else cached_len + 1
 
 
 class Batch:
-    """Who computes what in a step: the same value from step to step if the same requests decode."""
+    """The requests of a step and their rows: the same value while the same requests decode."""
 
     def __init__(self, rows: tuple[ScheduledRows, ...]) -> None:
         self.rows = rows
@@ -272,8 +272,8 @@ class Batch:
         self.new_lens = tuple([each.new_len for each in rows])
         self.tables: PageTables | None = None  # as the last step left them
         self.needs_values = np.array([each.spec.needs_values for each in self.requests], np.bool_)
-        self.drafts = any(each.spec.draft for each in self.requests)  # by a model, some of them
-        # samples before those of each request, and all: lists of tokens that it brings, in order
+        self.drafts = any(each.spec.draft for each in self.requests)  # any with a draft model
+        # index of each request's first sample, in order; and the number of samples
         *self.first_samples, self.samples = accumulate([r.sampled for r in rows], initial=0)
 
     @cached_property
@@ -292,32 +292,32 @@ class Batch:
 
 
 def waits(held_until: Any, settled: int) -> Any:
-    """Whether a step behind number `settled` has to be settled first. Of an int or an array."""
+    """Whether step `held_until` is not settled yet, if `settled` is the last. Int or array."""
     return held_until > settled
 
 
 class Decoding:
-    """Requests that decode, as columns: a step moves their lengths and tokens all at once. Members
-    are the running ones that miss one row and sample one token with it, by rank. One is inside, its
-    lengths and tokens in the columns alone, up to a length at which it needs a page or may end, or
-    until somebody asks the request for them. Pages are the scheduler's."""
+    """Requests that decode, as columns: one operation moves the lengths and tokens of all. Members
+    are the running requests that miss one row and sample one token with it, by rank. A member is
+    inside, with lengths and tokens in the columns alone, up to a length at which it may need a page
+    or end, or until its attributes are read. The scheduler reserves pages."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.rows: list[ScheduledRows] = []
         self.pages: list[GroupPages] = []
-        self.batch: Batch | None = None  # of all members, once somebody made it, until they change
+        self.batch: Batch | None = None  # of all members; None until made or when they change
         self._columns = np.zeros((7, 0), np.int64)
         self._tokens = np.zeros((0, MOST), np.int64)
-        self._everyone = np.arange(0)  # numbers
+        self._everyone = np.arange(0)  # all numbers
         self._new: list[Request] = []
-        self._gone = False  # some of `requests` are members no more
+        self._gone = False  # some of `requests` are no longer members
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def add(self, request: Request) -> None:
-        """It is a member, outside, and has a number from the next `update` on."""
+        """Makes it a member, outside at first; the next `update` gives it a number."""
         if request.members is None:
             request.members = self
             self._new.append(request)
@@ -328,7 +328,7 @@ class Decoding:
             request.members, request.number, self._gone = None, -1, True
 
     def update(self) -> None:
-        """Numbers for those that came, none for those that went."""
+        """Renumbers the members after some were added or removed."""
         if not self._new and not self._gone:
             return
         new = [request for request in self._new if request.members is not None]
@@ -347,14 +347,14 @@ class Decoding:
         self.batch = None
 
     def due(self, settled: int) -> list[Request]:
-        """Who is to be looked at: outside, at his length, or held until a step is settled."""
+        """Returns members to handle singly: outside, at their length, or held until a settling."""
         columns = self._columns
         due = columns[CACHED_LEN] >= columns[UNTIL_LEN]
         due |= waits(columns[HELD_UNTIL], settled)
         return [self.requests[i] for i in due.nonzero()[0].tolist()]
 
     def look(self, request: Request, pages: GroupPages, until_len: int) -> None:
-        """A member that is outside has these pages; below `until_len` it is inside from now on."""
+        """Stores the pages of a member that is outside, and moves it inside up to `until_len`."""
         i, tokens, cached_len = request.number, request.tokens, request.cached_len
         self.pages[i] = pages
         if self.rows[i].table is not request.table:
@@ -372,7 +372,7 @@ class Decoding:
             del request.launched_in, request.held_until
 
     def leave(self, request: Request) -> None:
-        """It is outside, or no member: its lengths and tokens are its own."""
+        """Moves a member outside: its lengths and tokens become its own attributes again."""
         i = request.number
         if i < 0 or not self._columns[UNTIL_LEN, i]:
             return
@@ -384,13 +384,13 @@ class Decoding:
         self._columns[UNTIL_LEN, i] = 0
 
     def share(self, begin: int, end: int) -> tuple[Column, Column]:
-        """Of members [begin, end): the keys that each has, and the token of its next row."""
+        """Returns, for members [begin, end), the cached_len and the token of the next row."""
         columns, those = self._columns[:, begin:end], self._everyone[begin:end]
         return columns[CACHED_LEN], self._tokens[those, columns[COUNT] - 1]
 
     def advance(self, number: int, needs_values: NDArray[np.bool_]) -> list[int]:
-        """Step `number` of all members is launched. Returns the numbers of those that are outside:
-        what the columns say of them nobody reads before `look`."""
+        """Advances all members by the launched step `number`. Returns the numbers of those outside;
+        their columns are not read before the next `look`."""
         columns, everyone = self._columns, self._everyone
         self._tokens[everyone, columns[COUNT]] = -1 - everyone
         columns[CACHED_LEN] += 1
@@ -401,12 +401,12 @@ class Decoding:
         return outside
 
     def settle(self, batch: Batch, known_lens: Column, token_ids: Column) -> list[int]:
-        """The first requests of a batch, all members then, have sampled a token each, behind so
-        many. Returns which of them are not inside."""
+        """Stores the token that each of a batch's first requests, all members at launch, sampled
+        after its first `known_lens` tokens. Returns the indices of those that are not inside."""
         columns, numbers = self._columns, self._everyone
         if not len(self):
             return list(range(len(token_ids)))
-        if batch is not self.batch:  # some have other numbers now, or none (-1)
+        if batch is not self.batch:  # some have changed numbers, or have none (-1)
             numbers = np.array([each.number for each in batch.requests[: len(token_ids)]], np.int64)
         inside = (numbers >= 0) & (columns[UNTIL_LEN, numbers] > 0)
         outside: list[int] = np.flatnonzero(~inside).tolist()
@@ -419,16 +419,16 @@ class Decoding:
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """One forward pass, decided."""
+    """One forward pass, fully decided."""
 
     kind: StepKind
     number: int  # steps are counted from 1
-    ends: int  # requests that had ended before it
+    ends: int  # requests that had ended before this step
     batch: Batch
-    cached_lens: Column  # of every request, before it
+    cached_lens: Column  # of every request, before this step
     ids: NDArray[np.int32]  # the token of every row; -1 - k is sample k of the step before
     pages: tuple[GroupPages, ...]  # of every request
-    members: int = 0  # its first requests are all the members that decode
+    members: int = 0  # number of the first requests, if these are all the members; else 0
 
     @property
     def work(self) -> BatchWork:
@@ -438,19 +438,19 @@ class ScheduledStep:
 
 
 class StepBuilder:
-    """A step in the making: room for `size` rows, and as many emitted ones. Pages are reserved."""
+    """A step being built: room for `size` rows and as many emitted ones. Pages are reserved."""
 
     def __init__(self, kind: StepKind, size: int) -> None:
-        self.kind, self.tokens, self.emits = kind, size, size  # rows that there is still room for
+        self.kind, self.tokens, self.emits = kind, size, size  # remaining room
         self.rows: list[ScheduledRows] = []
-        self.cached_lens: list[Column | list[int]] = []  # behind one another, like the next
+        self.cached_lens: list[Column | list[int]] = []  # parts to concatenate, like `ids`
         self.ids: list[Column | list[int]] = []
-        self._single = False  # the last of both are of requests that were added one by one
+        self._single = False  # whether the last part of both is a list, for requests added singly
         self.pages: list[GroupPages] = []
-        self.members = 0  # its first rows are those of all members
+        self.members = 0  # as in `ScheduledStep`
 
     def add(self, rows: ScheduledRows, ids: Sequence[int], cached_len: int = 0) -> None:
-        """Rows, the tokens of which are `ids`, behind so many keys."""
+        """Adds a request's rows, with token `ids`, after `cached_len` keys."""
         self.rows.append(rows)
         if not self._single:
             self.cached_lens.append([])
@@ -465,11 +465,11 @@ class StepBuilder:
 
     @property
     def room(self) -> int:
-        """Requests that there is still room for, with a row each that is emitted."""
+        """Requests that still fit, with one emitted row each."""
         return min(self.tokens, self.emits)
 
     def add_members(self, members: Decoding, begin: int, end: int) -> None:
-        """The next rows of members [begin, end)."""
+        """Adds the next row of each of the members [begin, end)."""
         if begin == end:
             return
         cached_lens, ids = members.share(begin, end)

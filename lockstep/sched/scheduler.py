@@ -1,9 +1,9 @@
 """The scheduler: continuous batching over pages that may run out.
 
-Rows of decoding requests go first, prompts fill the rest of the budget in chunks, encoders and
+Rows of decoding requests go first, prompts fill the rest of the budget in chunks, and encoders and
 embeddings have steps of their own. When pages are short, cached ones are evicted, then the
 worst-ranked request is preempted: it is computed again later, to the same bits. Knows lengths,
-pages and order, never a tensor or what a token means.
+pages and order; it never sees a tensor or the meaning of a token.
 """
 
 from bisect import insort
@@ -32,12 +32,12 @@ from lockstep.sched.request import (
 )
 from lockstep.types import Layout, OutOfPages, RuleError
 
-BATCHES = 16  # that are kept besides the one of all members: drafts of several lengths
+BATCHES = 16  # cached besides the one of all members: drafts of several lengths
 
 
 class Scheduler:
-    """`resume` and `abort` requests at any time; `schedule` a step, `advance` when it is launched,
-    `settle` it; again until `schedule` returns None and nothing is left to settle."""
+    """`resume` and `abort` requests at any time. `schedule` a step, `advance` when it is launched,
+    `settle` it; repeat until `schedule` returns None and no launched step is left to settle."""
 
     def __init__(self, kinds: Kinds, pools: Pools, config: EngineConfig, arrivals: int = 0) -> None:
         self.kinds, self.pools, self.config = kinds, tuple(pools), config
@@ -45,44 +45,44 @@ class Scheduler:
         drafts = kinds[DRAFT].groups if DRAFT in kinds else ()
         self._cache = CacheGroups(self.specs, self.pools, drafts)
         plain = [None if g in drafts else pool for g, pool in enumerate(pools)]
-        # where a request has pages: without a draft, and with one
+        # the groups of a request without and with a draft model
         self._caches = CacheGroups(self.specs, plain, drafts), self._cache
         self.tree = Prefix(self._cache)
-        self.running: list[Request] = []  # by rank, like the next two
+        self.running: list[Request] = []  # by rank, as are the next two
         self.waiting: list[Request] = []
         self.embeds: list[Request] = []
         self.counters: Counter[str] = Counter()
-        self.arrivals = arrivals  # requests that came so far: the next one's number
-        self.settled = 0  # steps that were settled: they are counted from 1, in order
+        self.arrivals = arrivals  # requests so far, and the number of the next
+        self.settled = 0  # the last settled step: steps are numbered from 1
         self.ends = 0  # requests that have ended
-        self._members = Decoding()  # of the running ones, those that decode
-        self._batches = lru_cache(BATCHES)(Batch)  # of others, until somebody goes
+        self._members = Decoding()  # the running requests that decode
+        self._batches = lru_cache(BATCHES)(Batch)  # of other rows, until a request leaves
         self._scheduled: ScheduledStep | None = None
-        self._launched: list[ScheduledStep] = []  # and not settled, in order
+        self._launched: list[ScheduledStep] = []  # not settled yet, in order
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """Requests that hold nothing here join the queue: new ones, or another scheduler's."""
+        """Queues requests without pages here: new ones, or those of another scheduler."""
         for request in requests:
             self.arrivals = max(self.arrivals, request.arrival + 1)
             insort(self.embeds if request.spec.embed else self.waiting, request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request and its siblings. What a launched step brings them nobody sees."""
+        """Ends a request and its siblings. They get nothing of steps that are still launched."""
         for member in request.siblings or [request]:
             if member.finish is None:
                 self._end(member, "abort")
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, its pages reserved; None if there is nothing to do before a settling."""
+        """Returns the next step, its pages reserved; None if nothing can run before a settling."""
         if self._scheduled is not None or len(self._launched) > 1:
             rule = "a step is scheduled when the last is launched and those before it are settled"
             got = f"{len(self._launched)} launched and {int(self._scheduled is not None)} not yet"
             raise RuleError(rule, got, "Advance what was scheduled, settle what was launched first")
         self._displace()
-        tries = [self._whole, self._generate]  # in turns
+        tries = [self._whole, self._generate]  # alternating
         if self._after_whole:
             tries.reverse()
         step = tries[0]() or tries[1]()
@@ -92,7 +92,7 @@ class Scheduler:
         return step
 
     def advance(self, step: ScheduledStep) -> None:
-        """The step is launched: whatever is scheduled from now on comes after it."""
+        """Moves lengths: the step is launched, and any step scheduled later runs after it."""
         if step is not self._scheduled:
             rule = "the step that was scheduled last is launched, once"
             raise RuleError(rule, "another one", "Advance what schedule returned")
@@ -113,12 +113,12 @@ class Scheduler:
                 if rows.parents is None or rows.chain:
                     table.drop_scratch()
             rows.request.launch(rows, batch.first_samples[i], step.number)
-            if rows.request.left <= 0:  # it only waits for its end, and holds nobody up
+            if rows.request.left <= 0:  # it only waits for its end
                 self._members.remove(rows.request)
 
     def settle(self, step: ScheduledStep, accepted: AcceptedTokens) -> list[Request]:
-        """The step has run; `accepted` holds an entry for every sample of its requests, in order.
-        Returns the requests that end with it. Those that ended before it get nothing of it."""
+        """Takes in a step's results; `accepted` has an entry per sample of its requests, in order.
+        Returns the requests that end with it. Requests that ended before get nothing."""
         if step is not next(iter(self._launched), None):
             rule = "of the steps that were launched the first is settled, once"
             raise RuleError(rule, "another one", "Settle them in order")
@@ -141,13 +141,13 @@ class Scheduler:
         return ended
 
     def check(self) -> None:
-        """free + cached + held = all, in every group."""
+        """Raises unless free + cached + held pages are all pages, in every group."""
         self.tree.check(r.table for r in self.running if r.table is not None)
 
     # -- admission
 
     def refuse(self, spec: RequestSpec) -> None:
-        """What could never run is said here, with both numbers, not found out by waiting."""
+        """Raises, with both numbers, for a request that could never run."""
         wanted = {EMBED: "embeddings"} if spec.embed else {GENERATE: "generation"}
         if spec.encoder_ids:
             wanted[ENCODE] = "an encoder"
@@ -173,7 +173,7 @@ class Scheduler:
                 raise RuleError(rule, got, remedy)
 
     def _peak(self, spec: RequestSpec, g: int, keys: int, step_len: int) -> int:
-        """Pages of group g that a request of so many keys needs, if steps add so many at most."""
+        """Returns a request's most pages of group g with `keys` keys, by steps of `step_len`."""
         group = self.specs[g]
         if group.layout is Layout.CROSS:
             return pages_for(len(spec.encoder_ids), group)
@@ -182,7 +182,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives the head of the queue a table and its cached prefix, if all its tokens fit."""
         if request.launched_in > self.settled:
-            return False  # it was preempted, and its last token has no value yet
+            return False  # it was preempted before its last token had a value
         self._blocked = True
         if len(self.running) >= self.config.max_running_requests:
             return False
@@ -190,7 +190,7 @@ class Scheduler:
         table, node = PageTable(self._caches[spec.draft]), None
         if not self.config.disable_radix_cache:
             root = Root(spec.tenant, spec.encoder_ids, spec.draft)
-            scored = request.scored_len < request.score_end  # those rows are computed
+            scored = request.scored_len < request.score_end  # rows to score must be computed
             limit = request.scored_len if scored else None
             node = self.tree.match(root, request.tokens, table, limit)
         request.table, request.node = table, node
@@ -208,7 +208,7 @@ class Scheduler:
         return True
 
     def _fits(self, request: Request, table: PageTable) -> bool:
-        """Room for all its known tokens, and one page more for everyone who runs."""
+        """Whether there is room for all its known tokens, and a page per running request."""
         keys, step_len = len(request.tokens), self.config.chunked_prefill_size
         for g, _ in table.groups.cached:
             need = self._peak(request.spec, g, keys, step_len)
@@ -219,7 +219,7 @@ class Scheduler:
         return True
 
     def _displace(self) -> None:
-        """If the head of the queue found no room, one of lower priority and rank makes way."""
+        """Preempts one request of lower priority and rank if the head of the queue had no room."""
         if self._blocked and self.waiting:
             head, most = self.waiting[0], self.waiting[0].spec.priority
             lower = [each for each in self.running if head < each and each.spec.priority < most]
@@ -230,14 +230,14 @@ class Scheduler:
     # -- steps
 
     def _generate(self) -> ScheduledStep | None:
-        """Rows of running requests, then of waiting ones: nobody passes one who is held up."""
+        """Schedules running requests, then waiting ones; no request passes one that lacks room."""
         if GENERATE not in self.kinds:
             return None
         builder = StepBuilder(self.kinds[GENERATE], self.config.chunked_prefill_size)
         held_up = not self._place_members(builder)
         running = self.running if len(self.running) > len(self._members) else []
         ready = [r for r in running if r.members is None and not waits(r.held_until, self.settled)]
-        for request in sorted(ready, key=lambda each: each.missing_len > 1):  # prompts come last
+        for request in sorted(ready, key=lambda each: each.missing_len > 1):  # prompts last
             if request.table is not None and not self._place(request, builder):
                 held_up = True
                 if request.missing_len > 1:
@@ -248,18 +248,18 @@ class Scheduler:
         return self._step(builder)
 
     def _place_members(self, builder: StepBuilder) -> bool:
-        """The next row of every member, as far as there is room. Whether nobody is held up."""
+        """Places the next row of members that are not held. Returns whether none lacked room."""
         members, begin, fine = self._members, 0, True
         members.update()
         room = builder.room
         for request in members.due(self.settled):
             if request.table is None:
-                continue  # it gave way to one before it
+                continue  # preempted for an earlier member
             if request.number - begin >= room:
                 break
             held = waits(request.held_until, self.settled)
             if not held and request.draft is None and self._secure(request, 1, ()):
-                self._store(request)  # what settled while it was inside
+                self._store(request)  # blocks settled while it was inside
                 members.look(request, request.table.views(self._groups), self._until_len(request))
                 continue
             builder.add_members(members, begin, request.number)
@@ -273,7 +273,7 @@ class Scheduler:
         return fine and end == len(members)
 
     def _place(self, request: Request, builder: StepBuilder) -> bool:
-        """As many rows of a request as the step and the pages allow."""
+        """Places as many of a request's rows as step and pages allow; returns whether any."""
         if request.draft is not None and self._place_tree(request, request.draft, builder):
             return True
         want = request.fitting_len(builder.tokens, builder.emits)
@@ -283,7 +283,7 @@ class Scheduler:
         return new_len > 0
 
     def _secure(self, request: Request, want: int, placed: Sequence[ScheduledRows]) -> int:
-        """For how many rows, up to `want`, it has pages; if for none, worse-ranked give way."""
+        """Returns for how many rows it has pages; if none, preempts worse-ranked requests."""
         while want and request.cached_len + want > request.room:
             new_len = self._reserve(request, want)
             if new_len:
@@ -296,7 +296,7 @@ class Scheduler:
         return want
 
     def _place_tree(self, request: Request, tree: DraftTree, builder: StepBuilder) -> bool:
-        """The draft of a request, asked once, if there is room for all of it."""
+        """Places a request's draft if all of it has room; the draft is dropped either way."""
         request.draft = None
         nodes = 1 + len(tree.token_ids)
         if request.missing_len != 1 or nodes > builder.room:
@@ -310,7 +310,7 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, keys: int, nodes: int) -> bool:
-        """Pages for so many keys and nodes more, and the row behind them; nobody is preempted."""
+        """Tries to reserve for `keys` and `nodes` more and a row after; preempts no request."""
         table, kv_len = request.table, request.cached_len + keys + 1
         if table is None:
             return False
@@ -323,14 +323,14 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, want: int) -> int:
-        """Pages for up to `want` rows more, behind the window's; returns for how many."""
+        """Releases pages outside the window, then reserves up to `want` rows; returns how many."""
         table, begin = request.table, request.cached_len
         assert table is not None, "a request without a table has no turn"
         self._store(request)
         table.release(request.settled_len)
         try:
             table.reserve(begin + want)
-        except OutOfPages:  # one eviction for all who outgrow their pages: a page each and group
+        except OutOfPages:  # one eviction for all that outgrow their pages, a page each per group
             members, stored = self._members, self._cache.stored
             grown = len(members.due(self.settled)) + len(self.running) - len(members)
             self.tree.make_room([grown * (g in stored) for g in range(len(self.specs))])
@@ -343,7 +343,7 @@ class Scheduler:
         return want
 
     def _whole(self) -> ScheduledStep | None:
-        """A step of embeddings or encoders: whichever head has the better rank and finds room."""
+        """Returns a step of embeddings or encoders: of the best-ranked head that has room."""
         encoders = [request for request in self.waiting[:1] if not request.encoded]
         for head in sorted([*self.embeds[:1], *encoders]):
             step = self._embed() if head.spec.embed else self._encode()
@@ -362,7 +362,7 @@ class Scheduler:
         return self._step(builder)
 
     def _encode(self) -> ScheduledStep | None:
-        """Encoders of the requests at the head of the queue, which run from now on."""
+        """Returns a step of the encoders at the queue's head; their requests run from now on."""
         builder = StepBuilder(self.kinds[ENCODE], self.config.chunked_prefill_size)
         while self.waiting and not self.waiting[0].encoded:
             request, ids = self.waiting[0], self.waiting[0].spec.encoder_ids
@@ -390,7 +390,7 @@ class Scheduler:
         )
 
     def _batch(self, builder: StepBuilder) -> Batch:
-        """That of all members is kept as long as they are the same, others for a while."""
+        """Returns the batch of all members while they stay the same; caches others for a while."""
         if builder.members < len(builder.rows):
             return self._batches(tuple(builder.rows))
         if self._members.batch is None:
@@ -402,7 +402,7 @@ class Scheduler:
     def _settle(
         self, rows: ScheduledRows, cached_len: int, accepted: Sequence[Accepted]
     ) -> list[Request]:
-        """Tokens get their values, keys may be matched; at a prompt's end continuations go on."""
+        """Stores token values, makes keys matchable, and forks completions at the prompt's end."""
         request, spec, at = rows.request, rows.request.spec, rows.known_len(cached_len)
         if rows.cross_new:
             return []
@@ -426,18 +426,18 @@ class Scheduler:
         return [each for each in (request, *forks) if each.finish is not None]
 
     def _until_len(self, request: Request) -> int:
-        """Up to where its pages last, it does not end and no block becomes matchable; or 0."""
+        """Returns the length up to which pages last and nothing ends or turns matchable; or 0."""
         spec, table, node = request.spec, request.table, request.node
         if table is None or table.pending:
             return 0
         until_len = min(request.room, len(spec.prompt) + spec.max_new_tokens - 2)
         keys = min(request.cached_len, table.draft_len) if spec.draft else request.cached_len
         if node is not None and node.end + self.tree.unit <= keys:
-            until_len = min(until_len, request.cached_len + 1)  # its last key is not settled yet
+            until_len = min(until_len, request.cached_len + 1)  # its last key is not settled
         return until_len
 
     def _store(self, request: Request) -> None:
-        """The keys of settled rows become matchable, block by block."""
+        """Makes the keys of settled rows matchable, in whole blocks."""
         table, node, settled_len = request.table, request.node, request.settled_len
         if node is None or table is None or table.pending:
             return
@@ -447,7 +447,7 @@ class Scheduler:
             request.node = self.tree.insert(node, request.tokens, table, settled_len)
 
     def _keep(self, rows: ScheduledRows, cached_len: int, accepted: Sequence[Accepted]) -> None:
-        """The keys of settled rows become matchable; a tree's move with the next step."""
+        """Makes the keys of settled rows matchable; a tree's keys move with the next step."""
         request, table = rows.request, rows.table
         assert table is not None, "a request that lost its pages has nothing to keep"
         if rows.parents is None:
@@ -458,7 +458,7 @@ class Scheduler:
                 rule = "a tree's tokens are those behind the nodes that are accepted"
                 got = f"{len(accepted[0].token_ids)} tokens and {len(nodes)} nodes"
                 raise RuleError(rule, got, "Name the path from the root on")
-            if not rows.chain:  # what is in place already, before it waits for moves
+            if not rows.chain:  # keys already in place, before moves are pending
                 request.settled_len = cached_len
                 self._store(request)
                 table.accept(cached_len, nodes)
@@ -466,7 +466,7 @@ class Scheduler:
         self._store(request)
 
     def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
-        """Completion `index` begins: it runs on from the parent's keys, or waits for room."""
+        """Starts completion `index`: it continues from the parent's keys, or waits for room."""
         spec = parent.spec
         kept, reason = accepted.cut(spec.max_new_tokens)
         child = Request(spec, parent.arrival, index, kept)
@@ -492,7 +492,7 @@ class Scheduler:
         return child
 
     def _preempt(self, request: Request) -> None:
-        """Its pages go; it waits, and is computed again from what is cached by then."""
+        """Frees its pages and queues it; later it restarts from what is cached by then."""
         self.running.remove(request)
         self._let_go(request)
         self._members.update()
@@ -506,12 +506,12 @@ class Scheduler:
                 queue.remove(request)
         self._let_go(request)
         while request.tokens[-1] < 0:
-            request.tokens.pop()  # of a step that nobody waits for any more
+            request.tokens.pop()  # of a step whose samples are dropped
         request.finish = reason
         self.ends += 1
 
     def _let_go(self, request: Request) -> None:
-        """Holds on pages end with the request's turn; what the tree has stays there."""
+        """Gives up a request's pages and tree node; blocks in the tree stay cached."""
         self._members.remove(request)
         self._batches.cache_clear()
         self._store(request)
