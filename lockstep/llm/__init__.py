@@ -1,1 +1,1 @@
-"""The engine's surface. `from lockstep import LLM` is the way in."""
+"""The engine's public API. `from lockstep import LLM` is the entry point."""

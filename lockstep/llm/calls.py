@@ -1,6 +1,7 @@
-"""Calls on an engine: whose turn it is, and who still waits for an answer. An exception may strike
-anywhere, in a `finally` too, so a turn belongs to a function and ends with it; a request belongs to
-a `Caller`, a function or a generator, and is given up with it. Whoever comes next sees that."""
+"""Calls on an engine: which call has the turn, and whether a request's caller still waits. An
+exception may strike anywhere, even in a `finally`. So a turn belongs to a function and ends with
+it; a request belongs to a `Caller`, a function or generator, and is dropped after that has
+ended."""
 
 import gc
 import inspect
@@ -15,12 +16,12 @@ from typing import Any
 
 from lockstep.types import RuleError
 
-PATIENCE_S = 0.01  # between two looks at whether the one in front is still there
-WAITS = list[bool]()  # an entry while Python looks for no garbage on our account
+PATIENCE_S = 0.01  # between two checks that the head of the queue still exists
+WAITS = list[bool]()  # an entry while we keep the garbage collector off
 
 
 def executing() -> set[FrameType]:
-    """The frames of all functions that have not returned, of every thread."""
+    """Returns the frames of all functions that have not returned, of every thread."""
     found: set[FrameType] = set()
     for top in sys._current_frames().values():
         frame: FrameType | None = top
@@ -32,8 +33,8 @@ def executing() -> set[FrameType]:
 
 @contextmanager
 def garbage_waits() -> Iterator[None]:
-    """Python looks for none in the block: that may take longer than a step."""
-    enabled = gc.isenabled()  # where another thread waits too, that one lets it look again
+    """Keeps Python's garbage collector off in the block: it may take longer than a step."""
+    enabled = gc.isenabled()  # False if another thread turned it off; that one turns it on
     try:
         if enabled:
             WAITS.append(True)
@@ -44,8 +45,8 @@ def garbage_waits() -> Iterator[None]:
 
 
 def look_again(disabled: bool = False) -> None:
-    """Python looks for garbage, if it is we who said no: whoever did takes it back, unless an
-    interrupt or a fork has kept him from it, and then whoever comes next."""
+    """Turns the collector on again if `garbage_waits` turned it off. If an interrupt or a fork kept
+    that call from doing so, the next call does."""
     if disabled or WAITS:
         gc.enable()
         WAITS.clear()
@@ -75,11 +76,11 @@ class Turn:
             self.queue.remove(self)
         for head in self.queue[:1]:
             if head.bell is not None:
-                with suppress(RuntimeError):  # it was rung already
+                with suppress(RuntimeError):  # already rung
                     head.bell.release()
 
     def _wait(self) -> None:
-        """Until those in front have left. A bell that nobody rings costs a moment, not the turn."""
+        """Waits until it is first in the queue. A missed bell costs PATIENCE_S, not the turn."""
         self.bell = threading.Lock()
         self.bell.acquire()
         while (head := self.queue[0]) is not self:
@@ -96,7 +97,7 @@ class Turn:
 
 
 class Caller:
-    """Who waits for requests: the function of `frame`, or the generator that it follows."""
+    """What waits for requests: the function of `frame`, or the generator that it follows."""
 
     __slots__ = ("__weakref__", "frame", "generator")
 
@@ -105,15 +106,15 @@ class Caller:
         self.generator: weakref.ref[Generator[Any, None, None]] | None = None
 
     def follow(self, generator: Generator[Any, None, None]) -> None:
-        """It lives as long as the generator has not ended."""
+        """Makes it live until the generator has ended."""
         self.generator = weakref.ref(generator)
 
     def close(self) -> None:
-        """It waits no longer. May be called anywhere, also where a turn is running."""
+        """Marks it as gone. May be called anywhere, also while a turn is running."""
         self.frame = self.generator = None
 
     def gone(self, frames: set[FrameType]) -> bool:
-        """Whether nobody waits; `frames` are those that are executing."""
+        """Whether the function or generator has ended; `frames` are those now executing."""
         frame, generator = self.frame, self.generator
         if frame is not None:
             return frame not in frames
@@ -121,5 +122,5 @@ class Caller:
         return chunks is None or inspect.getgeneratorstate(chunks) == inspect.GEN_CLOSED
 
 
-GONE = Caller()  # of requests that were aborted: nobody waits
+GONE = Caller()  # the caller of aborted requests
 os.register_at_fork(after_in_child=look_again)

@@ -1,5 +1,5 @@
-"""`lockstep generate`: one prompt streams to the terminal; many run as one batch under a progress
-bar; `--json` gives one document. `cli` calls it."""
+"""`lockstep generate`: one prompt streams to the terminal; several run as one batch with a progress
+bar; `--json` writes one document. `cli` calls it."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from lockstep.types import RuleError
 
 
 def generate(args: Namespace) -> int:
-    """`generate`: 1 if a request ended with an error."""
+    """Runs `generate`; returns 1 if a request ended with an error, else 0."""
     prompts = list(args.prompt)
     if args.file:
         prompts += [line for line in read_file(args.file).splitlines() if line.strip()]
@@ -47,13 +47,13 @@ def generate(args: Namespace) -> int:
 
 
 def given(args: Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
-    """Those of its fields that the command line names."""
+    """Returns the fields of `kind` that the command line sets."""
     known = {field.name for field in fields(kind)}
     return {name: x for name, x in vars(args).items() if name in known and x is not None}
 
 
 def read_file(where: str) -> str:
-    """The text of a file of prompts, or of stdin."""
+    """Returns the text of a file of prompts, or of stdin."""
     try:
         content = sys.stdin.buffer.read() if where == "-" else Path(where).read_bytes()
         return content.decode("utf-8")
@@ -69,7 +69,7 @@ def read_file(where: str) -> str:
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:
-    """All of an answer, by the names that it has in Python."""
+    """Returns all of an output, by its names in Python."""
     completions = []
     for c in output.completions:
         others = {"error": c.error or None, "speculated": c.speculated._asdict()}
@@ -78,7 +78,7 @@ def as_json(prompt: str, output: Output) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> int:
-    finish, before = None, prompt  # shown when the request was taken in
+    finish, before = None, prompt  # the prompt is shown before the first chunk's text
     for chunk in llm.stream(prompt, params):
         sys.stdout.write(before + chunk.text)
         sys.stdout.flush()

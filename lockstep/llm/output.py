@@ -1,5 +1,5 @@
-"""What comes back: one `Output` per prompt, one `Completion` per sample. Log-probabilities are
-float32 arrays under the model's own distribution, before temperature."""
+"""The results: one `Output` per prompt, one `Completion` per sample. Log-probabilities are float32
+arrays under the model's own distribution, before temperature."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ Top = tuple[tuple[int, float], ...]  # (token id, log-probability) of the best t
 
 
 class Speculated(NamedTuple):
-    """How much of a text was guessed: tokens drafted, those accepted, and steps that verified."""
+    """Speculation counts of a text: tokens drafted, those accepted, and steps that verified."""
 
     drafted: int = 0
     accepted: int = 0
@@ -42,7 +42,7 @@ class Output:
 
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
-    seed: int | None  # with it, the same request gives the same answer again
+    seed: int | None  # a request repeated with it gives the same answer
     cached_tokens: int  # prompt tokens whose keys were found in the cache
     fingerprint: str
     # [len(prompt_token_ids)] NaN for the first, which nothing predicts
@@ -59,7 +59,7 @@ class Output:
 
     @property
     def logprobs(self) -> Floats | None:
-        """Of the chosen tokens: returns float32 [len(token_ids)]."""
+        """Log-probabilities of the chosen tokens: returns float32 [len(token_ids)]."""
         return self.completions[0].logprobs
 
     @property
@@ -68,7 +68,7 @@ class Output:
 
     @property
     def speculated(self) -> Speculated:
-        """Of all completions together."""
+        """The counts of all completions together."""
         return Speculated(*map(sum, zip(*(c.speculated for c in self.completions), strict=True)))
 
     @property
@@ -78,7 +78,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a stream yields: more text of one completion. Its last has a finish_reason."""
+    """An item of a stream: more text of one completion. The last has a finish_reason."""
 
     index: int
     text: str

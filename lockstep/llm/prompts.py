@@ -1,5 +1,5 @@
-"""What may be a prompt: a string, or token ids in order, of any integer type. Everything else is
-refused before anything is queued. `api` sorts what users pass with it, `engine` checks ids."""
+"""What a prompt may be: a string, or token ids in order, of any integer type. Everything else is
+refused before anything is queued. `api` sorts what users pass, `engine` checks ids."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -16,7 +16,7 @@ MOST = 1 << 26  # prompts of a call, or ids of a prompt
 
 
 def many(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list. A list that begins with a number is one prompt of ids."""
+    """Returns one prompt or several as a list. A list that begins with a number is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     given = elements(prompts, "prompts are a string, a list of token ids, or a list of these")
@@ -26,12 +26,12 @@ def many(prompts: Any) -> list[Prompt]:
 
 
 def one(prompt: Any) -> Prompt:
-    """A single prompt: its text, or the list of its ids, not yet checked."""
+    """Returns a single prompt: its text, or the list of its ids, not yet checked."""
     return prompt if isinstance(prompt, str) else elements(prompt, PROMPT_RULE)
 
 
 def single(prompt: Any) -> Prompt:
-    """The prompt of a call that takes one, possibly as a list of one."""
+    """Returns the prompt of a call that takes one, possibly as a list of one."""
     given = many(prompt)
     if len(given) != 1:
         got = f"{len(given)} prompts"
@@ -40,7 +40,7 @@ def single(prompt: Any) -> Prompt:
 
 
 def items(given: Any) -> list[Prompt]:
-    """The items of a score: several prompts, always in a list."""
+    """Returns the items of a score: several prompts, always passed as a list."""
     rule = "items are a list of strings or of lists of token ids"
     found = elements(given, rule, "Pass [item] for one")
     wrong = [item for item in found if not isinstance(item, Iterable)]
@@ -50,7 +50,7 @@ def items(given: Any) -> list[Prompt]:
 
 
 def params_for(params: Any, count: int) -> list[SamplingParams]:
-    """One `SamplingParams` per prompt."""
+    """Returns one `SamplingParams` per prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     rule, remedy = "params are SamplingParams, or one for each prompt", "Use SamplingParams()"
@@ -62,7 +62,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
 
 
 def priorities_for(priority: Any, count: int) -> list[Any]:
-    """One priority per prompt; the engine checks each."""
+    """Returns one priority per prompt; the engine checks each."""
     if not isinstance(priority, Iterable):
         return [priority] * count
     rule = "a priority is a whole number, or one for each prompt"
@@ -78,7 +78,7 @@ def _one_each(value: Any, count: int, what: str, rule: str, remedy: str) -> list
 
 
 def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """The ids as Python's own integers, every one a token of the vocabulary."""
+    """Returns the ids as Python integers, each checked to be a token of the vocabulary."""
     given = tuple(elements(ids, PROMPT_RULE))
     if all(type(i) is int and 0 <= i < vocab_size for i in given):
         return given
@@ -87,16 +87,16 @@ def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> list[Any]:
-    """What a list, an array or a generator holds; a set has no order, bytes are no ids."""
+    """Returns a list, array or generator as a list; refuses sets (no order) and bytes (no ids)."""
     try:
         count = length_hint(value)
-    except OverflowError:  # a range beyond what Python counts
+    except OverflowError:  # a range too long for Python to count
         count = MOST + 1
     if count > MOST:
         got = f"{shown(value)} ({count:,})"
         raise RuleError(f"there are at most {MOST:,} of them", got, "Pass fewer")
     if not isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
-        with suppress(TypeError):  # no iterable, or an array without dimensions
+        with suppress(TypeError):  # not iterable, or an array without dimensions
             return list(value)
     raise RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
 

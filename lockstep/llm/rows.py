@@ -1,8 +1,8 @@
-"""What a step samples, for whom, and how: `SampledRows` of its batch; what it tells of tokens that
-were given (`scored`); and, until it is settled, what it brings: `Launched`.
+"""The samples of a step and their owners (`SampledRows`, of its batch), the log-probabilities of
+given tokens (`scored`), and a step's results until it is settled (`Launched`).
 
-Whom rows are for follows from the batch, so it is made once and serves every step in which the same
-requests decode: a step adds positions. The engine makes and settles these.
+The owners of rows follow from the batch, so they are made once and serve every step in which the
+same requests decode: a step adds positions. The engine makes and settles these.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from lockstep.run.runner import GUESSES
 from lockstep.sample.sampler import Logprobs, RowParams, Sampled, log_probs
 from lockstep.sched.request import Batch, Request, ScheduledStep
 
-NO_ID = -2  # no token, and no sample of the step before
+NO_ID = -2  # neither a token nor a sample of the step before
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
     """D rows that are sampled from: one per completion, or all nodes of its draft."""
 
-    owners: NDArray[np.int64]  # [D] the number of its request in the batch
-    last_lens: NDArray[np.int64]  # [D] it stands last of so many rows behind the cached ones
-    emits: tuple[int, ...]  # which of the emitted rows it is
+    owners: NDArray[np.int64]  # [D] index of the row's request in the batch
+    last_lens: NDArray[np.int64]  # [D] rows up to and including it, after the cached keys
+    emits: tuple[int, ...]  # index among the emitted rows
     how: RowParams  # parameters of all rows
-    penalised: tuple[tuple[int, tuple[int, ...]], ...]  # of some rows, the nodes of their paths
+    penalised: tuple[tuple[int, tuple[int, ...]], ...]  # penalised rows, the nodes of their paths
 
     def positions(self, cached_lens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the tokens that are chosen will stand: int64 [D]."""
+        """Returns the positions of the tokens to be chosen: int64 [D]."""
         return cached_lens[self.owners] + self.last_lens
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """Whom a step's samples are for: S completions, in the order of the requests."""
+    """The owners of a step's samples: S completions, in the order of the requests."""
 
     generations: tuple[Generation, ...]  # of every request of the batch
     completions: tuple[CompletionState, ...]  # that get tokens
-    draws: Draws  # the rows that they are sampled from
-    firsts: tuple[int, ...]  # the first of every completion's rows in `draws`
-    drafts: tuple[tuple[int, int], ...]  # completions with a draft, and the number of its request
-    end_ids: NDArray[np.int64]  # [S, E]: tokens that end its text, NO_ID where there are fewer
-    searched: tuple[int, ...]  # completions whose text is searched for stops
-    scored: tuple[tuple[int, int], ...]  # requests with rows to score, and their first emitted row
+    draws: Draws  # the rows that their tokens are sampled from
+    firsts: tuple[int, ...]  # index of each completion's first row in `draws`
+    drafts: tuple[tuple[int, int], ...]  # completions with a draft, and the index of its request
+    end_ids: NDArray[np.int64]  # [S, E]: tokens that end the text, padded with NO_ID
+    searched: tuple[int, ...]  # completions whose text is searched for stop strings
+    scored: tuple[tuple[int, int], ...]  # requests with rows to score, their first emitted row
 
     @classmethod
     def of(cls, batch: Batch, generation_of: Callable[[Request], Generation]) -> SampledRows:
-        """Whom the rows of a batch are for."""
+        """Makes them for a batch; `generation_of` finds a request's generation."""
         generations = tuple(map(generation_of, batch.requests))
         completions, draws = list[CompletionState](), list[_Draw]()
         firsts, drafts, scored = list[int](), list[tuple[int, int]](), list[tuple[int, int]]()
@@ -65,7 +65,7 @@ class SampledRows:
             if not spec.embed and (first > begin or (spec.items and rows.samples)):
                 scored.append((i, begin))
             own = [generation.completions[rows.request.index]] * rows.sampled
-            if rows.sampled > 1:  # at the prompt's end all get a token
+            if rows.sampled > 1:  # at the prompt's end every completion gets a token
                 own = generation.completions[: rows.sampled]
             if rows.parents is not None:
                 drafts.append((len(completions), i))
@@ -93,7 +93,7 @@ class SampledRows:
         )
 
 
-# a row that is sampled from: whose, entries of `owners`, `last_lens` and `emits`, nodes of its path
+# a sampled row: completion, entries of `owners`, `last_lens` and `emits`, nodes of its path
 _Draw = tuple[CompletionState, int, int, int, tuple[int, ...]]
 
 
@@ -111,20 +111,20 @@ def _columns(draws: list[_Draw]) -> Draws:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """What a step brings is on the device."""
+    """A launched step, whose results are on the device."""
 
     step: ScheduledStep
     rows: SampledRows
-    begins: tuple[int, ...] = ()  # of every completion, the number of its token
+    begins: tuple[int, ...] = ()  # of every completion, the number of tokens before its new ones
     chosen: Sampled | None = None  # an entry for every sampled row
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
-    hidden: Tensor | NDArray[np.float32] | None = None  # of all rows: `StepOutput.states`
-    guesses: Tensor | None = None  # that the step verifies, where the host has not seen them
-    ready: torch.Event | None = None  # when all of it lies on the host
+    hidden: Tensor | NDArray[np.float32] | None = None  # `StepOutput.states` of all rows
+    guesses: Tensor | None = None  # draft tokens that the step verifies, if not on the host yet
+    ready: torch.Event | None = None  # when all of it is on the host
 
     def drafted_ids(self) -> NDArray[np.int64] | NDArray[np.int32]:
-        """The token of every row, when all of it lies on the host."""
+        """Returns the token of every row, once all of it is on the host."""
         ids = self.step.ids
         if self.guesses is None:
             return ids
@@ -133,14 +133,14 @@ class Launched:
         return np.where(late, known, ids)
 
     def first_ids(self, chosen: Sampled) -> Tensor:
-        """The first token of every completion: what rows of the next step may wait for. All, row by
-        row, where all have drafts: the next rows are the draft's."""
+        """Returns each completion's first token, which rows of the next step may wait for. If all
+        have drafts, returns every row's: the next rows are the draft's."""
         if len(self.rows.drafts) in (0, len(self.rows.firsts)):
             return chosen.token_ids
         return chosen.token_ids[sent(torch.tensor(self.rows.firsts), chosen.token_ids.device)]
 
     def fetched(self) -> Launched:
-        """The same, on its way to the host; nothing waits for it here."""
+        """Starts the copies of its results to the host, and waits for none of them."""
         embeddings = None if self.embeddings is None else on_host(self.embeddings)
         scored = [s._replace(logprobs=Logprobs(*map(on_host, s.logprobs))) for s in self.scored]
         chosen = self.chosen
@@ -156,7 +156,7 @@ class Launched:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, on its way there."""
+    """Starts a copy to the host's memory and returns it."""
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return there.copy_(tensor, non_blocking=True)
 
@@ -164,7 +164,7 @@ def on_host(tensor: Tensor) -> Tensor:
 def scored(
     ops: Ops, step: ScheduledStep, rows: SampledRows, logits: Tensor
 ) -> tuple[ScoreUpdate, ...]:
-    """Log-probabilities of tokens that were given: a row tells of the next one."""
+    """Returns log-probabilities of given tokens: a row's logits are those of the next token."""
     updates: list[ScoreUpdate] = []
     for i, begin in rows.scored:
         generation, own = rows.generations[i], step.batch.rows[i]
@@ -179,7 +179,7 @@ def scored(
 def score(
     ops: Ops, generation: Generation, request: Request, first: int, logits: Tensor
 ) -> list[ScoreUpdate]:
-    """Rows tell of tokens from number `first` on: of the prompt, or given behind it."""
+    """Scores the tokens from number `first` on, of the prompt or given after it."""
     completion, prompt_ids = generation.completions[request.index], generation.prompt_ids
     prompt_len = len(prompt_ids)
     ids = torch.tensor((*prompt_ids, *completion.token_ids)[first : first + len(logits)])
@@ -195,7 +195,7 @@ def score(
 
 
 def first_of_items(ops: Ops, generation: Generation, logits: Tensor) -> list[ScoreUpdate]:
-    """The prompt's last row tells of the first token of every item."""
+    """Scores the first token of every item by the prompt's last row."""
     items = generation.request.spec.items
     firsts = torch.tensor([item[0] for item in items])
     found = log_probs(ops, logits.expand(len(items), -1), firsts)

@@ -1,17 +1,17 @@
 """Proof, on this machine and at load, that a row's bits do not depend on the rows beside it.
 
 One layer of each kind that the model has, with embedding, norms, attention, feed-forward and head,
-computes a sequence whose rows stand on both sides of a tile, a split and every window. Rows of it
-are then computed alone, and again in every kind of step that the engine has: decoding batches,
-chunks behind a prefix, whole prompts, mixtures, chains and trees of drafts, sources of an encoder,
-embeddings; with 1 to 64 rows, and with more by steps of 64 up to the largest step (above 1,024 by
-doubling, 8,192 at most); with one, two and all threads; padded, where the engine pads. Every row
-must have the bits it has alone. The digest of these bits, and of what kind every layer is, is part
+computes a sequence whose rows are on both sides of a tile, a split and every window. Rows of it are
+then computed alone, and again in every kind of step that the engine has: decoding batches, chunks
+after a prefix, whole prompts, mixtures, chains and trees of drafts, sources of an encoder,
+embeddings; with 1 to 64 rows, and with more in multiples of 64 up to the largest step (above 1,024
+by doubling, 8,192 at most); with one, two and all threads; padded, where the engine pads. Every row
+must have the bits that it has alone. The digest of these bits, and of every layer's kind, is part
 of the fingerprint: two machines that agree on it computed the same numbers.
 
 The sequence is one request on pages, computed once; steps compute rows again for forks of it, so
-that no prefix is computed twice. Tables, plans and the runner are the engine's own, which calls
-this when it is loaded.
+that no prefix is computed twice. Tables, plans and the runner are the engine's own; the engine
+calls this when it is loaded.
 """
 
 import hashlib
@@ -43,11 +43,11 @@ from lockstep.types import GroupSpec, Layout, RuleError
 
 ROWS = 64  # every row count up to this, and every multiple of it above
 EVERY_MULTIPLE = 1024  # up to so many rows; then the counts double
-MOST_ROWS = 8192  # of a step that is tried
+MOST_ROWS = 8192  # of the largest step that is tried
 HEAD_ROWS = (2, 3, 7, 16, 33, 64)
-LOGITS = 1 << 25  # of one step of the head, at most
-CHUNK = 64  # rows by which the sequence is computed at first
-WINDOW_MAX = 8192  # a wider window is not crossed: so many keys take too long
+LOGITS = 1 << 25  # most logits of one step of the head
+CHUNK = 64  # rows per chunk when the sequence is first computed
+WINDOW_MAX = 8192  # wider windows are not crossed: their keys take too long
 EDGE = 5  # rows on either side of a boundary
 SOURCE_LEN = 70  # rows of an encoder's source: more than a tile
 KINDS = ("decode", "chunks", "mixed", "drafts")
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class NotCertified(RuleError):
-    """A row depends on its company: this configuration must not be used."""
+    """A row's bits depend on the rows beside it: this configuration must not be used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +73,11 @@ class Subject:
 
     @property
     def device_class(self) -> str:
-        """Whose order its sums have."""
+        """The device class that determines the order of its sums."""
         return order.device_class(self.model.ops.machine)
 
     def driver(self, keys: int, begun: int) -> StepDriver:
-        """Runs steps on pools of so many keys, the largest step's, and pages that are begun."""
+        """Returns a driver with pools for `keys`, the largest step, and `begun` partial pages."""
         keys += max(self.config.chunked_prefill_size, CHUNK)
         specs = group_specs(self.kinds.values())
         pages = [0 if s.layout is Layout.FRESH else pages_for(keys, s) + begun for s in specs]
@@ -85,7 +85,7 @@ class Subject:
 
     @property
     def buckets(self) -> Buckets | None:
-        """What the engine pads steps to, if it does, and one that holds every step here."""
+        """The engine's buckets, if it pads, and one more that can contain every step here."""
         sizes = self.config.bucket_sizes
         if sizes is None:
             return None
@@ -97,7 +97,7 @@ class Subject:
 
 
 def one_of_each(model: Model) -> Model:
-    """The model with one layer of each kind."""
+    """Returns the model with one layer of each kind."""
     if isinstance(model, Decoder):
         kinds = list(dict.fromkeys(model.spec.blocks))
         blocks = [model.blocks[model.spec.blocks.index(kind)] for kind in kinds]
@@ -115,7 +115,7 @@ def one_of_each(model: Model) -> Model:
 
 
 class RowRange(NamedTuple):
-    """One request of a step: rows [begin, end) of the sequence behind its keys [0, begin).
+    """One request of a step: rows [begin, end) of the sequence after its keys [0, begin).
     `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 two equal chains."""
 
     begin: int
@@ -132,15 +132,15 @@ class RowRange(NamedTuple):
 
     @property
     def parents(self) -> tuple[int, ...] | None:
-        """Node i of k branches hangs below node i - k: their nodes take turns."""
+        """Node i of k branches is a child of node i - k: the branches alternate."""
         nodes = tuple(max(-1, i - self.branches) for i in range(self.rows))
         return nodes if self.branches else None
 
 
 class Edges(NamedTuple):
     """A sequence that crosses positions at which the order of a sum changes. [0, whole) is
-    computed; the rows of `runs`, ranges [begin, end), alone as well; where these lie behind
-    `whole`, around a window's edge, copies of keys fill the space between."""
+    computed; the rows of `runs`, ranges [begin, end), also alone. Where these are past `whole`,
+    around a window's edge, copies of keys fill the gap."""
 
     whole: int
     runs: tuple[tuple[int, int], ...]
@@ -156,7 +156,7 @@ class Edges(NamedTuple):
 
     @classmethod
     def of(cls, specs: Sequence[GroupSpec], limit: int, device_class: str = order.CPU) -> Self:
-        """The first tile and split, where a window hides keys and leaves a tile; CHUNK rows."""
+        """Covers the first tile and split, window starts, and a tile after these; CHUNK rows."""
         tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
@@ -171,20 +171,20 @@ class Edges(NamedTuple):
 
 
 def tile_and_split(specs: Sequence[GroupSpec], device_class: str) -> tuple[int, int]:
-    """The longest tile and the longest first split of these groups, in keys."""
+    """Returns the longest tile and the longest first split of these groups, in keys."""
     orders = [order.attention_order(device_class, spec.d_qk, spec.d_v) for spec in specs]
     return max(each.tile for each in orders), max(each.splits.begin(1) for each in orders)
 
 
 def consecutive(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs [begin, end) in a list that may start over."""
+    """Returns the runs [begin, end) in a list whose positions may start over."""
     cuts = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
     bounds = [0, *cuts, len(positions)]
     return [(positions[a], positions[b - 1] + 1) for a, b in pairwise(bounds)]
 
 
 class KnownRequest:
-    """One request of a generating model, known row by row, and steps that compute rows again."""
+    """One request of a generating model with every row known, and steps that recompute rows."""
 
     def __init__(self, subject: Subject) -> None:
         model, self.kinds, self.generate = subject.model, subject.kinds, subject.kinds[GENERATE]
@@ -199,14 +199,14 @@ class KnownRequest:
         self.table = self.driver.request()
         pairs = zip(self.generate.groups, self.generate.specs, strict=True)
         self.groups = [g for g, spec in pairs if spec.causal]
-        # requests of one row, not of a tree: kept for the next batch
+        # forks for one plain row, kept for the next batch
         self.kept: defaultdict[RowRange, list[PageTable]] = defaultdict(list)
         shape = (length, subject.info.hidden_size)
         self.hidden = torch.full(shape, torch.nan, dtype=model.ops.dtype, device=model.ops.device)
         self._compute()
 
     def _compute(self) -> None:
-        """The source's keys, every row of the sequence by chunks, and the copies between."""
+        """Computes the source's keys and the sequence by chunks, copying keys into gaps."""
         self.table.reserve(self.edges.length, cross_len=self.source_len)
         if self.source_len:
             source = Share(self.table, self.ids[: self.source_len], emit=(0,))
@@ -220,7 +220,7 @@ class KnownRequest:
                 done = end
 
     def _copy_keys(self, begin: int, end: int) -> None:
-        """With the next step positions [begin, end) get keys and values of computed rows."""
+        """Lets the next step move copies of computed rows' keys and values to [begin, end)."""
         positions = np.arange(begin, end, dtype=np.int32)
         drawn = np.random.default_rng(begin).integers(0, self.edges.whole, len(positions))
         for g in self.groups:
@@ -241,7 +241,7 @@ class KnownRequest:
         return self.driver.step(self.generate, shares).rows
 
     def differs(self, ranges: Sequence[RowRange]) -> bool:
-        """Computes the ranges in one step; whether a row has other bits than the sequence has."""
+        """Computes the ranges in one step; returns whether a row has other bits than known."""
         tables = [self._fork(part) for part in ranges]
         rows = self._run(ranges, tables)
         for part, table in zip(ranges, tables, strict=True):
@@ -252,7 +252,7 @@ class KnownRequest:
         return not same(rows, self.hidden[torch.cat([part.positions for part in ranges])])
 
     def differs_alone(self, position: int) -> bool:
-        """Whether a row that is computed alone, or a key that it stored, has other bits."""
+        """Whether the bits of a row computed alone, or of the key it stored, differ."""
         row, at = RowRange(position, position + 1), np.array([position], np.int32)
         if self.differs([row]):
             return True
@@ -261,7 +261,7 @@ class KnownRequest:
         return not all(map(same, alone, known))
 
     def _fork(self, part: RowRange) -> PageTable:
-        """A request with the first keys of the sequence, without those behind its windows."""
+        """Returns a request with the sequence's first keys, without those outside its windows."""
         if self.kept[part]:
             return self.kept[part].pop()
         table = self.table.fork(part.begin)
@@ -270,13 +270,13 @@ class KnownRequest:
 
 
 class Sources:
-    """Whole requests of steps that keep nothing: sources of an encoder, or texts to embed."""
+    """Whole requests of steps that cache nothing: sources of an encoder, or texts to embed."""
 
     def __init__(self, subject: Subject) -> None:
         self.limit = subject.model.max_position  # tokens of a request
         self.kind = subject.kinds.get(ENCODE) or subject.kinds[EMBED]
         tile, split = tile_and_split(self.kind.specs, subject.device_class)
-        lens = (split + 5, 3, tile + 3, 1)  # requests that cross a split, a tile, and nothing
+        lens = (split + 5, 3, tile + 3, 1)  # two cross a split or a tile, two cross nothing
         self.longs = [(i, i + min(n, self.limit)) for i, n in enumerate(lens)]
         self.driver = subject.driver(2 * split, begun=2 * CHUNK + 2)
         generator, tokens = torch.Generator().manual_seed(1), self.limit + CHUNK
@@ -284,17 +284,17 @@ class Sources:
         self.known: dict[tuple[int, int], list[Tensor]] = {}
 
     def alone(self, request: tuple[int, int]) -> Tensor:
-        """The rows of tokens [begin, end) as a lone request: what they must be in every step."""
+        """Returns a lone request's rows of tokens [begin, end): their bits in every step."""
         (self.known[request],) = self._run([request])
         return self.known[request][0]
 
     def differs(self, requests: Sequence[tuple[int, int]]) -> bool:
-        """Computes requests in one step; whether rows or keys of one have other bits than alone."""
+        """Computes requests in one step; returns whether any has other rows or keys than alone."""
         pairs = zip(requests, self._run(requests), strict=True)
         return any(not all(map(same, found, self.known[request])) for request, found in pairs)
 
     def _run(self, requests: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
-        """Of every request its rows, and what it stored for the decoder."""
+        """Returns each request's rows, and what it stored for the decoder."""
         tables, lens = [self.driver.request() for _ in requests], [b - a for a, b in requests]
         pairs = zip(tables, requests, strict=True)
         shares = [Share(table, self.ids[begin:end], emit=(0,)) for table, (begin, end) in pairs]
@@ -310,7 +310,7 @@ class Sources:
 def stored(
     driver: StepDriver, table: PageTable, groups: Sequence[int], positions: NDArray[np.int32]
 ) -> list[Tensor]:
-    """Copies of a request's keys and values at these positions, as bytes, layer by layer."""
+    """Returns copies of a request's keys and values at these positions, as bytes, by layer."""
     out = []
     for g in groups:
         pool = driver.runner.pools[g]
@@ -324,21 +324,21 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-# ---- the proofs; each yields what rows are when they are computed alone ----
+# ---- the proofs; each yields the rows' values when computed alone ----
 
 
 def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | None = None) -> str:
-    """The digest of the bits. Raises NotCertified, naming the first step that differs, unless every
-    row keeps its own; "none" of a backend that promises no bits, which has nothing to prove."""
+    """Returns the digest of the bits, or "none" for a backend that promises no bits. Raises
+    NotCertified, naming the first step that differs, unless every row keeps its bits."""
     if backend.caps.order != "canonical":
         return "none"
     config = (config or EngineConfig()).settled(str(model.ops.dtype).removeprefix("torch."))
     config = replace(config, chunked_prefill_size=min(config.chunked_prefill_size, MOST_ROWS))
     subject = Subject(one_of_each(model), backend, info, config)
     many = torch.get_num_threads()
-    on_card = model.ops.device.type == "cuda"  # where no thread of ours computes
+    on_card = model.ops.device.type == "cuda"  # where CPU threads compute nothing
     threads = (1,) if on_card else tuple(sorted({1, min(2, many), many}))
-    # one layer of each kind is computed: in no bit is their order, nor a window too wide to cross
+    # the bits show neither the order of layers nor a window too wide to cross: digest these too
     layers = repr(model.spec.blocks) if isinstance(model, Decoder) else ""
     digest = hashlib.sha256(layers.encode())
     proofs = [_sequence] if model.generates else []
@@ -350,7 +350,7 @@ def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | N
 
 
 def row_counts(largest: int) -> list[int]:
-    """Multiples of ROWS up to the largest step, at last by doubling; and the largest itself."""
+    """Returns multiples of ROWS up to the largest step, finally by doubling, and that step."""
     counts = list(range(ROWS, min(largest, EVERY_MULTIPLE) + 1, ROWS))
     while counts and EVERY_MULTIPLE <= counts[-1] and 2 * counts[-1] < largest:
         counts.append(2 * counts[-1])
@@ -358,7 +358,7 @@ def row_counts(largest: int) -> list[int]:
 
 
 def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
-    """Rows alone, then 1 to ROWS of them in every kind of step, then as many as a step may have."""
+    """Proves rows alone, 1 to ROWS rows in every kind of step, then up to the largest step."""
     with limited(1):
         steps = KnownRequest(subject)
         alone = steps.edges.positions
@@ -380,12 +380,12 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 
 
 def ends(items: list[T], n: int) -> list[T]:
-    """The first n, or, where n is odd, the last."""
+    """Returns the first n items or, if n is odd, the last n."""
     return items[-n:] if n % 2 else items[:n]
 
 
 def _prove(count: int, differs: Callable[[T], bool], trials: Iterable[tuple[str, T]]) -> None:
-    """Raises unless every trial, with so many threads, has the bits that it should have."""
+    """Raises unless every trial, with `count` threads, has the bits that it should have."""
     with limited(count):
         for what, rows in trials:
             if differs(rows):
@@ -395,10 +395,10 @@ def _prove(count: int, differs: Callable[[T], bool], trials: Iterable[tuple[str,
 
 
 def ranges(kind: str, positions: Sequence[int]) -> list[RowRange]:
-    """The rows at these positions as requests of a step, as many rows as there are positions.
+    """Returns the rows at these positions as requests of a step, a row per position.
 
-    decode: one row each; chunks: runs of rows; mixed: one half of a run as a chunk, the other row
-    by row; drafts: runs as nodes, two equal chains and one chain in turns.
+    decode: one row each; chunks: runs of rows; mixed: half of a run as a chunk, the other half row
+    by row; drafts: runs as nodes, alternately two equal chains and one chain.
     """
     if kind == "decode":
         return [RowRange(p, p + 1) for p in positions]
@@ -412,14 +412,14 @@ def ranges(kind: str, positions: Sequence[int]) -> list[RowRange]:
             out += [RowRange(p, p + 1) for p in range(middle, end)]
         elif nth % 2 or middle == begin:
             out.append(RowRange(begin, end, branches=1))
-        else:  # twice the first half, and the row that an odd number leaves
+        else:  # the first half twice, and the row that an odd length leaves
             out.append(RowRange(begin, middle, branches=2))
             out += [RowRange(end - 1, end)] if (end - begin) % 2 else []
     return out
 
 
 def large(rows: int, nth: int, whole: int) -> list[RowRange]:
-    """So many rows as whole prompts, or, where nth is odd, as chunks and a decoding row.
+    """Returns `rows` rows as whole prompts or, if nth is odd, as chunks and a decoding row.
 
     The first of these chunks is short: between half a tile and a little more than one.
     """
@@ -437,7 +437,7 @@ def large(rows: int, nth: int, whole: int) -> list[RowRange]:
 
 
 def _head(subject: Subject, rows: Tensor, threads: Sequence[int]) -> Tensor:
-    """Some row counts of the head: a row has the logits that it has alone. Returns those."""
+    """Proves, for some row counts, that the head gives a row its logits alone. Returns them."""
     logits = subject.model.logits
     with limited(1):
         want = torch.cat([logits(row[None]) for row in rows])
@@ -453,7 +453,7 @@ def _head(subject: Subject, rows: Tensor, threads: Sequence[int]) -> Tensor:
 
 
 def _sources(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
-    """An encoder, whose rows see all rows of their request: requests alone and together."""
+    """Proves an encoder, whose rows see their whole request: requests alone and together."""
     ones = [(i, i + 1) for i in range(ROWS)]
     with limited(1):
         steps = Sources(subject)
@@ -471,7 +471,7 @@ def _sources(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 
 
 def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
-    """A decoder's layers without a cache: requests of some lengths alone and together."""
+    """Proves a decoder's layers without a cache: requests of some lengths alone and together."""
     with limited(1):
         steps = Sources(subject)
         alone = [steps.alone(request) for request in steps.longs]

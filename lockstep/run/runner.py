@@ -419,7 +419,7 @@ class Runner:
 
 
 def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> RequestWork:
-    """Returns a request with pages 0 only and `width` rows, of which `emit` are emitted."""
+    """Returns a request on the null page alone, with `width` rows, `emit` of them emitted."""
     pages = [RequestPages(ints([0] * -(-width // spec.page_size))) for spec in specs]
     pairs = zip(specs, pages, strict=True)
     held = tuple([None if spec.layout is Layout.FRESH else own for spec, own in pairs])

@@ -1,1 +1,1 @@
-"""Speculation: tokens that are guessed, and the target's own samples that say which were right."""
+"""Speculation: draft tokens, and the target's own samples that decide which of them are right."""

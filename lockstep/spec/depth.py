@@ -1,9 +1,9 @@
-"""How deep to guess: as deep as it pays, by measured times and by each request's drafts so far.
+"""How deep to draft: as deep as it pays, by measured times and each request's acceptance so far.
 
-A token is worth what a plain step pays for one; a guess costs a row of the step that verifies it
-and a step of the draft. A request for which nothing pays rests, and tries again later and later.
-All of this may depend on the clock and on the batch: it decides how much is guessed, never what
-comes out. Knows seconds and counts, no request; `speculation` asks it.
+A token is worth the plain step that it saves; a draft token costs a row of the verify step and a
+step of the draft. A request for which no depth pays rests (decodes plainly) and tries again after
+growing intervals. All of this may depend on the clock and on the batch: it decides how much is
+drafted, never what is generated. Knows seconds and counts, no request; `speculation` calls it.
 """
 
 import math
@@ -13,70 +13,69 @@ from typing import Self
 
 from lockstep.run.runner import COLD, PLAIN, REPLAYED
 
-FORGET = 0.92  # of what was known, per verified draft
-RANGES, LONG_FORGET = 10, 0.98  # of chances, and how long a guess counts there
-PRIOR = 2.0  # drafts of others that a request's own begin with
-FIRST_CHANCE = 0.4  # from which on a chain goes on, of an engine that has seen nothing
-REST = 16  # steps until a resting request tries again; twice as many each time it fails
-LONG_REST, LONGEST_REST = 256, 1024  # the first where they bring nearly what they cost
-NEAR = 0.75  # of it, at least, and half of them right
-SMOOTH, SHORTER = 0.05, 0.25  # weight of a new time, and of a shorter one: others only add to it
-SEEN = 3  # times that make one known: at first the shortest counts, the others found all cold
-OUTLIER = 1.5  # times above so many means count as that: one that waited for a prompt is no rule
-FLAT = 0.1  # variance of sizes that a slope is measured by, at least
+FORGET = 0.92  # weight of earlier counts, per verified draft
+RANGES, LONG_FORGET = 10, 0.98  # of `Chances`, and the weight of earlier counts there
+PRIOR = 2.0  # drafts that a new request's counts start with
+FIRST_CHANCE = 0.4  # at which a chain continues while costs are unknown
+REST = 16  # steps of the first rest; each failed try doubles it
+LONG_REST, LONGEST_REST = 256, 1024  # most steps of a rest; the first if drafts nearly pay
+NEAR = 0.75  # worth that nearly pays, if also over half of the tokens are right
+SMOOTH, SHORTER = 0.05, 0.25  # weight of a longer and a shorter time: noise only lengthens
+SEEN = 3  # times that make a line known: the shortest of them counts, the others ran cold
+OUTLIER = 1.5  # cap on a time, in estimates: a step may have waited for a prompt
+FLAT = 0.1  # least variance of depths for measuring a slope
 
 
 @dataclass(eq=False)
 class Acceptance:
-    """Drafts of one request, or of all: their number, guesses, those that were tried, those that
-    were right; what lies back counts less."""
+    """Decayed counts for one request, or for all: drafts, draft tokens, those tried (all before
+    them were right), and those that were right."""
 
     drafts: float = PRIOR
     guesses: float = 2 * PRIOR
     tried: float = 2 * PRIOR
     right: float = 1.4 * PRIOR
-    worth: float = 1.0  # what its guesses bring, of what they cost
-    rests_until: int = 0  # number of a step
+    worth: float = 1.0  # what its drafts gain, relative to their cost
+    rests_until: int = 0  # number of a step; 0: it does not rest
     rest: int = REST
 
     @property
     def rate(self) -> float:
-        """Probability that a guess is right if those above it are."""
+        """Probability that a draft token is right if those before it are."""
         return self.right / self.tried
 
     def verified(self, drafts: int, guesses: int, tried: int, right: int) -> None:
-        """So many drafts of a step, `guesses` deep together."""
+        """Adds a step's drafts: their number, levels in all, tried tokens and right ones."""
         self.drafts = self.drafts * FORGET + drafts
         self.guesses = self.guesses * FORGET + guesses
         self.tried = self.tried * FORGET + tried
         self.right = self.right * FORGET + right
 
     def other(self) -> Self:
-        """Of a request that has seen nothing yet: like these, and quick to be otherwise."""
+        """Returns the start of a new request: these rates with small counts, quick to change."""
         few, counts = PRIOR / self.drafts, ("drafts", "guesses", "tried", "right")
         return replace(self, **{name: few * getattr(self, name) for name in counts})
 
     def resting(self, settled: int) -> bool:
-        """When so many steps are settled; they are counted anew behind an interruption."""
+        """Whether it rests after step `settled`. Step numbers restart after an interruption."""
         return 0 < self.rests_until - settled <= LONGEST_REST
 
     def rests(self, settled: int) -> None:
-        """Nothing pays: it tries again when so many steps more are settled. What it finds then
-        counts a third beside what was before."""
+        """Starts a rest: nothing pays. The try after it counts a third beside all before."""
         vars(self).update(vars(self.other()), rests_until=settled + self.rest)
         near = self.rate > 0.5 and self.worth > NEAR
         self.rest = min(2 * self.rest, LONG_REST if near else LONGEST_REST)
 
 
 class Chances:
-    """How often guesses were right, by what the draft gave them: in so many ranges."""
+    """How often draft tokens were right, by the probability that the draft gave them, in ranges."""
 
     def __init__(self) -> None:
         self.seen = [PRIOR] * RANGES
         self.right = [PRIOR * (n + 0.5) / RANGES for n in range(RANGES)]
 
     def of(self, share: float) -> float:
-        """The chance of a guess that the draft gives this share."""
+        """Returns the chance of a token to which the draft gives probability `share`."""
         n = min(int(share * RANGES), RANGES - 1)
         return self.right[n] / self.seen[n]
 
@@ -88,26 +87,26 @@ class Chances:
 
 @dataclass
 class Line:
-    """Seconds by the depth of drafts, smoothed: means of both, of the square and of the product."""
+    """Seconds as a linear function of draft depth: smoothed means of x, y, x² and xy."""
 
     x: float = 0.0
     y: float = math.inf
     xx: float = 0.0
     xy: float = 0.0
     count: int = 0
-    replayed: bool = False  # since launches are, others tell nothing
-    cold: bool = False  # they will be
+    replayed: bool = False  # launches are replayed: other times do not count
+    cold: bool = False  # launches will be replayed, but are not yet
 
     @property
     def known(self) -> bool:
         return self.count >= SEEN
 
     def add(self, depth: float, seconds: float, warmth: int = PLAIN, trial: bool = False) -> None:
-        """Of a trial, which begins cold, only what is shorter than was known counts."""
+        """Adds a measured time. A trial starts cold: its time counts only below the estimate."""
         if warmth == REPLAYED and not self.replayed:
             self.y, self.replayed = math.inf, True
         self.cold = warmth == COLD and not self.replayed
-        about = self.y * max(1.0, depth / max(self.x, 1.0))  # a deeper one may take longer
+        about = self.y * max(1.0, depth / max(self.x, 1.0))  # deeper drafts may take longer
         later = trial and self.known and seconds > about
         if later or seconds <= 0.0 or (self.replayed and warmth != REPLAYED):
             return
@@ -122,11 +121,11 @@ class Line:
 
     @property
     def flat(self) -> bool:
-        """Whether one depth alone was seen."""
+        """Whether only one depth was seen."""
         return self.xx - self.x * self.x < FLAT
 
     def slope(self, first: float) -> float:
-        """Seconds of one more; from `first` at 0 on, if one depth alone was seen."""
+        """Returns seconds per level; if only one depth was seen, from `first` at depth 0."""
         if self.flat:
             return max(0.0, self.y - first) / max(self.x, 1.0)
         return max(0.0, self.xy - self.x * self.y) / (self.xx - self.x * self.x)
@@ -134,7 +133,7 @@ class Line:
 
 @dataclass
 class Costs:
-    """Of steps in which so many decode: plain ones, those that verify, and drafts, by depth."""
+    """Times by depth with about the same number of decoding requests: plain, verify, draft."""
 
     plain: Line = field(default_factory=Line)
     wide: Line = field(default_factory=Line)
@@ -145,29 +144,29 @@ class Costs:
 
     @property
     def tried(self) -> bool:
-        """Whether steps that verify are known; as they will be, where plain ones are."""
+        """Whether verify times are known, and replayed ones where plain steps are replayed."""
         cold = self.plain.replayed and (self.wide.cold or self.draft.cold)
         return self.wide.known and not cold
 
     @property
     def row_s(self) -> float:
-        """A guess more of every request in the step that verifies them."""
+        """Seconds that one more draft token of every request adds to the verify step."""
         return self.wide.slope(self.plain.y)
 
     @property
     def guess_s(self) -> float:
-        """The same in the draft; nothing, as far as is known, where all were as deep."""
+        """Seconds that it adds to drafting; 0 while unknown, or if only one depth was seen."""
         return self.draft.slope(self.draft.y) if self.draft.known else 0.0
 
     @property
     def first_s(self) -> float:
-        """What drafting costs at any depth."""
+        """Fixed seconds of drafting and verifying, at any depth."""
         wide = self.wide.y - self.wide.x * self.row_s - self.plain.y
         draft = self.draft.y - self.draft.x * self.guess_s if self.draft.known else 0.0
         return max(0.0, wide) + max(0.0, draft)
 
     def go_on(self, share: float = 1.0) -> float:
-        """The chance from which on a guess more pays, if this share of all guess."""
+        """Returns the least chance at which one more draft token pays, if `share` of all draft."""
         if not (self.plain.known and self.tried and self.draft.known) or self.wide.flat:
             return FIRST_CHANCE
         return min(1.0, (self.guess_s / share + self.row_s) / self.plain.y)
@@ -175,10 +174,10 @@ class Costs:
     def depths(
         self, acceptances: Sequence[Acceptance], most: int, nodes: int, share: float = 1.0
     ) -> list[int]:
-        """How deep each of some requests is to guess, which are this share of all that decode
-        together: at most `most`, with a tree of `nodes` tokens then. The i-th guess is right with
-        probability rate^i; all levels up to a depth pay together. What is not known yet, of plain
-        steps or wide, is tried."""
+        """Returns each request's depth, at most `most` (a tree of `nodes` tokens). They are `share`
+        of all that decode together. The i-th draft token is right with probability rate^i; all
+        levels up to a depth have to pay together. Unknown times are measured first: plain steps,
+        then drafts of depth `most`."""
         if not self.plain.known or not self.tried:
             return [most if self.plain.known else 0] * len(acceptances)
         count = len(acceptances) / share
@@ -193,8 +192,8 @@ class Costs:
         return [sum(each > 0 for each in own[:best]) for own in worth]
 
     def pays(self, acceptances: Sequence[Acceptance], share: float = 1.0) -> list[bool]:
-        """Whose drafts, which end by themselves, bring more than they cost; notes their worth. What
-        a draft costs at any number is borne by those who guess, this share of all."""
+        """Returns whether each one's drafts, which end by themselves, gain more than they cost;
+        stores their worth. Fixed costs are shared by the requests that draft, `share` of all."""
         if not self.plain.known or not self.tried:
             return [self.plain.known] * len(acceptances)
         guess_s, first_s = self.row_s + self.guess_s / share, self.first_s / share
@@ -205,6 +204,6 @@ class Costs:
 
 
 def rounded(count: int) -> int:
-    """Down to four bits: steps of about as many requests are one."""
+    """Rounds down to four bits: steps with about this many requests share their costs."""
     shift = max(0, count.bit_length() - 4)
     return count >> shift << shift

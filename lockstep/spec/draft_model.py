@@ -1,7 +1,7 @@
-"""Drafts by a model of its own: a smaller one with the same vocabulary, which sees tokens alone.
+"""Drafts by a separate model: a smaller one with the same vocabulary, which sees tokens alone.
 
-Loaded like any other model, for the target's device. Knows the loader and what has to agree; the
-engine's `spec.select` calls it, `model_draft` runs what it returns.
+Loaded like any other model, for the target's device. Knows the loader and what has to agree;
+`spec.select` calls it, `model_draft` runs what it returns.
 """
 
 from dataclasses import replace
@@ -14,14 +14,14 @@ from lockstep.types import RuleError
 
 
 def load(setup: DraftSetup) -> DraftModel:
-    """The model that the options name, where and in the dtype that the target is."""
+    """Loads the model that the options name, on the target's device and in its dtype."""
     dtype = str(setup.target.model.ops.dtype).removeprefix("torch.")
     config = replace(setup.config, device=setup.target.info.device.name, dtype=dtype)
     return of(loader.load(str(config.speculative_draft_model), config), setup)
 
 
 def of(loaded: Loaded, setup: DraftSetup) -> DraftModel:
-    """A model that is there already, as the draft of a target."""
+    """Returns an already loaded model as the draft of a target."""
     (model, info), target = loaded, setup.target.info
     if model.encodes or not model.generates:
         rule = "a draft continues text"

@@ -1,9 +1,9 @@
 """EAGLE heads: a decoder layer that continues a target's states, in the layout of their authors.
 
-Row p of a head has the token at p + 1 and the target's state at p or, where the target has not
-been, the head's own. An EAGLE head joins the token's embedding and the target's last, normed state
-by `fc`, has one layer without a norm before it, and uses the target's lm_head; `eagle3.py` is what
-EAGLE-3 does otherwise. Knows no request and no tree; `model_draft.py` runs it.
+Row p of a head reads the token at p + 1 and the target's state at p or, where the target has not
+computed it yet, the head's own. An EAGLE head joins the token's embedding and the target's last,
+normed state by `fc`, has one layer without a norm before it, and uses the target's lm_head.
+`eagle3.py` has the differences of EAGLE-3. Knows no request and no tree; `model_draft.py` runs it.
 """
 
 from abc import abstractmethod
@@ -28,19 +28,19 @@ from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.types import RuleError, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
-MAPS = ("d2t", "t2d")  # tensors of a head that are no weights
-OTHERS = ("norm_before_residual", "norm_before_fc")  # fields of layouts that are not this one
+MAPS = ("d2t", "t2d")  # tensors of a head that are not weights
+OTHERS = ("norm_before_residual", "norm_before_fc")  # config fields of other layouts
 
-Raw = Mapping[str, Any]  # what a config.json says
+Raw = Mapping[str, Any]  # a config.json
 
 
 @dataclass(frozen=True, eq=False)
 class Head(Model):
-    """One layer behind the target's states; `hidden` and `states` as `DraftModel` says."""
+    """One layer after the target's states; `hidden` and `states` are those of `DraftModel`."""
 
     architecture: ClassVar[str]
-    layer: ClassVar[str]  # what its weights are called
-    widths: ClassVar[tuple[int, int]]  # of what `fc` and the layer read, in hidden sizes
+    layer: ClassVar[str]  # prefix of its weights' names
+    widths: ClassVar[tuple[int, int]]  # input widths of `fc` and of the layer, in hidden sizes
 
     setup: DraftSetup
     target_layers: tuple[int, ...]
@@ -55,13 +55,13 @@ class Head(Model):
     @classmethod
     @abstractmethod
     def build(cls, raw: Raw, config: Any, w: WeightSource, setup: DraftSetup) -> Self:
-        """From what config.json says, as it is written and with its family's defaults."""
+        """Builds it from config.json: `raw` as written, `config` with its family's defaults."""
 
     @classmethod
     def parts(
         cls, raw: Raw, config: Any, w: WeightSource, setup: DraftSetup, fused: tuple[int, ...]
     ) -> dict[str, Any]:
-        """What all heads have: the fields above, of one that reads behind the layers `fused`."""
+        """Returns all heads' fields, those above; this head reads after the layers `fused`."""
         layer, d, (fc_width, width) = w.at(cls.layer), config.hidden_size, cls.widths
         table, name = decoder(setup.target).embedding.weight, "embed_tokens.weight"
         if w.has(name):
@@ -92,20 +92,20 @@ class Head(Model):
 
     @abstractmethod
     def fuse(self, states: Tensor) -> Tensor:
-        """From the target's states, of all `target_layers` side by side, to rows of `hidden`."""
+        """Maps the target's states of all `target_layers`, side by side, to rows of `hidden`."""
 
     @abstractmethod
     def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's attention reads, and the residual."""
+        """Returns the input of the layer's attention, and the residual."""
 
     @abstractmethod
     def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `logits` takes behind the layer, and the state that the next row reads."""
+        """Returns the input of `logits` after the layer, and the state that the next row reads."""
 
     def drafted(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The rows of guesses, behind the head's own states."""
+        """Computes rows of draft tokens, which read the head's own states."""
         hidden, residual = self.joined(self.hidden[: len(ids)], ids)
         hidden = self.attn(hidden, self.cos_sin(positions), step)
         hidden, residual = self.mlp_norm.add(hidden, residual)
@@ -114,13 +114,13 @@ class Head(Model):
     def extended(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The same where the target has been. A chain's launch computes these rows once more for
-        every guess, as `drafted`."""
+        """Computes rows that read the target's states. A chain's launch computes these rows again
+        for every draft token, as `drafted`."""
         self.hidden[: len(ids)].copy_(self.fuse(self.states[: len(ids)]))
         return self.drafted(ids, positions, step, layers)
 
     def stored(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
-        """The keys alone of such rows: with one layer they do not depend on what it says."""
+        """Stores only the keys of such rows: with one layer they do not depend on its output."""
         hidden = self.fuse(self.states[: len(ids)])
         self.attn.store(self.joined(hidden, ids)[0], self.cos_sin(positions), step)
         return hidden
@@ -130,7 +130,7 @@ class Head(Model):
 
     @property
     def draft(self) -> DraftModel:
-        """What its steps are."""
+        """The `DraftModel` of this head."""
         kind = self.setup.kind_of(self)
         kind = replace(kind, name=DRAFT, forward=self.drafted, hidden_layers=(0,))
         return DraftModel(
@@ -149,7 +149,7 @@ class Head(Model):
 
 @dataclass(frozen=True, eq=False)
 class Eagle(Head):
-    """`target`: whose norm and lm_head it uses."""
+    """Uses the norm and the lm_head of `target`."""
 
     architecture, layer, widths = ARCHITECTURE, "layers.0", (2, 1)
 
@@ -179,12 +179,12 @@ class Eagle(Head):
 
 
 def load(setup: DraftSetup) -> DraftModel:
-    """The head that `speculative_draft_model` names."""
+    """Loads the head that `speculative_draft_model` names."""
     return load_head(setup.config.speculative_draft_model, setup, Eagle)
 
 
 def decoder(target: Loaded) -> Decoder:
-    """The model that a head continues."""
+    """Returns the target's model, which a head continues."""
     if not isinstance(target.model, Decoder) or target.model.head is None:
         rule = "a head continues a decoder that generates"
         raise RuleError(rule, target.info.model_type, "Use another algorithm")
@@ -192,7 +192,7 @@ def decoder(target: Loaded) -> Decoder:
 
 
 def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> DraftModel:
-    """The head in a folder or of a hub id, on the target's device."""
+    """Loads the head in a folder or of a hub id, onto the target's device."""
     if path_or_id is None:
         rule = f"{setup.config.speculative_algorithm} drafts with a head, a folder or a hub id"
         raise RuleError(rule, "none", "Name it: speculative_draft_model")
@@ -201,14 +201,14 @@ def load_head(path_or_id: str | None, setup: DraftSetup, head: type[Head]) -> Dr
     loader.check_numbers(raw)
     check_config(raw, setup.target, head.architecture)
     entries = None if setup.config.load_format == "dummy" else loader.scan(folder, MAPS)
-    if entries is not None:  # that of the vocabulary is the target's
+    if entries is not None:  # the vocabulary's size is the target's
         loader.check_sizes({**raw, "vocab_size": None}, entries)
     build = partial(head.build, raw, loader.parse_config(folder, raw), setup=setup)
     return loader.built(lambda: build, "a head", entries, target.ops)[0].draft
 
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:
-    """Raises unless it is the config of such a head, for this target."""
+    """Raises unless this is the config of such a head, for this target."""
     if (named := raw.get("architectures")) != [architecture]:
         rule = f"the config.json of this head names the architecture {architecture}"
         raise RuleError(rule, shown(named), "Use such a head, or another algorithm")

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads: what differs from `eagle.py`.
+"""EAGLE-3 heads: the differences from `eagle.py`.
 
-`fc` joins the states behind three layers of the target; the layer reads the token's embedding and
-that, each with a norm, side by side; a norm and an lm_head of its own follow, which knows some of
-the target's tokens: draft token i is token i + d2t[i], and t2d marks those.
+`fc` joins the states after three layers of the target. The layer reads the token's embedding and
+`fc`'s output side by side, each normed. A norm and an lm_head of the head's own follow; the lm_head
+has some of the target's tokens: draft token i is token i + d2t[i], and t2d marks those tokens.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Eagle3(Head):
 
 
 def load(setup: DraftSetup) -> DraftModel:
-    """The head that `speculative_draft_model` names, or the built-in model's own."""
+    """Loads the head that `speculative_draft_model` names, or the built-in model's own."""
     path = setup.config.speculative_draft_model
     if path is None and setup.target.info.folder == BUILTIN:
         path = str(BUILTIN / "eagle3")
@@ -74,7 +74,7 @@ def load(setup: DraftSetup) -> DraftModel:
 
 
 def fused_layers(raw: Raw, layers: int) -> tuple[int, ...]:
-    """Three layers of the target: the config names them, or they are the authors' choice."""
+    """Returns three layers of the target: those that the config names, or the authors' choice."""
     config = raw.get("eagle_config")
     named = config.get(LAYERS) if isinstance(config, dict) else None
     ids = [1, layers // 2 - 1, layers - 4] if named is None else named
@@ -86,7 +86,7 @@ def fused_layers(raw: Raw, layers: int) -> tuple[int, ...]:
 
 
 def draft_vocab(raw: Raw, vocab_size: int) -> int:
-    """Tokens that the lm_head knows: all, unless the config says how many."""
+    """Returns how many tokens the lm_head knows: all, unless the config gives a number."""
     size = raw.get("draft_vocab_size")
     if size is None:
         return vocab_size
@@ -97,8 +97,8 @@ def draft_vocab(raw: Raw, vocab_size: int) -> int:
 
 
 def token_ids(w: WeightSource, size: int, vocab_size: int) -> Tensor:
-    """int64 [size]: the target's token of every draft token. Without maps it is the same one, and
-    so it is where weights are drawn."""
+    """Returns int64 [size]: the target's token of every draft token; the same ids without maps, and
+    where weights are drawn at random."""
     every = torch.arange(size, device=w.ops.device)
     if not w.names or (size == vocab_size and not w.has("d2t")):
         return every

@@ -1,10 +1,10 @@
-"""Drafts that a model makes: its rows are ordinary plans, through the runner of the target.
+"""Drafts by a model: its rows are ordinary plans, through the target's runner.
 
-The model has groups of its own in the requests' tables and stands at `PageTable.draft_len`. Rows
-that are missing come first, with the target's hidden states where the model reads them; what the
-last one says is the first guess. A chain's further rows lie in the pages, above every key that
-counts, those of a tree in scratch: guesses that were right are computed again. A guess is the
-model's own sample with the target's noise, or the best few. Knows requests, plans and one
+The model has its own groups in the requests' tables and has computed `PageTable.draft_len` keys.
+Missing rows are computed first, with the target's hidden states if the model reads them; the last
+one gives the first draft token. A chain's further rows are in the pages, after every committed key;
+a tree's are in scratch pages. Keys of accepted tokens are computed again. A draft token is the
+model's own sample with the target's noise; in a tree, the best few. Knows requests, plans and one
 `DraftModel`; `speculation` calls it.
 """
 
@@ -33,25 +33,25 @@ from lockstep.sched.request import DraftTree, Request
 from lockstep.spec.depth import Chances
 from lockstep.spec.draft import NO_DRAFT, Draft, DraftModel, DraftRequest, SettledStep
 
-KEPT, LEAST = 1 << 11, 8  # states that are kept for the requests of a step, and for each at least
-ENDS = (1, 3)  # of chains, and `steps`
-LIKELY = 64  # tokens of a row that a tree is made of
-SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
+KEPT, LEAST = 1 << 11, 8  # target states that are kept: per step, and at least per request
+ENDS = (1, 3)  # lengths at which chains may end, besides `steps`
+LIKELY = 64  # candidate tokens per row of a tree
+SPARSE = 64  # above this many rows per request, the few kept states get memory of their own
 
-Path = tuple[int, ...]  # guesses, one behind another
-Best = tuple[list[list[float]], list[list[int]]]  # log-probabilities and tokens, a few of each row
+Path = tuple[int, ...]  # draft tokens, from the first level down
+Best = tuple[list[list[float]], list[list[int]]]  # log-probabilities and tokens, a few per row
 
 
 class DraftState(NamedTuple):
-    """What is known behind a table's `draft_len`; it goes with the table (`PageTable.draft_state`),
-    and a fork begins with its parent's.
+    """What is known beyond a table's `draft_len`. It belongs to the table
+    (`PageTable.draft_state`), and a fork starts with its parent's.
 
-    begin    position of the first of the target's states that are kept: that of the row that was
-             computed last, if there is one, and those of the rows that are still to be computed
-    hidden   for each those of a whole step (no pair with its row: so many objects, though they soon
-             go, would have Python look through all it has)
-    rows     the row of that step
-    shares   what the model gave the guesses of the last chain, and how often such ones are right
+    begin    position of the first of the target's states that are kept: the last computed row's, if
+             there is one, and those of rows that are still to be computed
+    hidden   per kept state, all states of its step (no pairs with rows: so many short-lived objects
+             would make Python's collector scan its whole heap)
+    rows     per kept state, its row in that step
+    shares   the probabilities that the model gave the last chain's tokens, and their `Chances`
     """
 
     begin: int
@@ -65,15 +65,15 @@ class DraftState(NamedTuple):
         return cls(table.draft_len) if state is None else state
 
     def behind(self, begin: int) -> "DraftState":
-        """Without the states of rows before this one."""
+        """Returns the state without rows before position `begin`."""
         gone = max(0, begin - self.begin)
         return DraftState(self.begin + gone, self.hidden[gone:], self.rows[gone:], self.shares)
 
 
 class Chains(NamedTuple):
-    """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
-    the pads, is sample GUESSES + i * slots + k of the runner. Those that are early follow what the
-    target will have sampled in step `number`."""
+    """Chains of `guesses` draft tokens for each of some requests, made by one launch: token i of
+    request k, of `slots` with the pads, is sample GUESSES + i * slots + k of the runner. Early
+    chains follow what the target samples in step `number`; it is 0 for others."""
 
     requests: list[Request]
     how: RowParams
@@ -82,30 +82,30 @@ class Chains(NamedTuple):
     number: int = 0
 
     def tree(self, k: int, steps: int) -> DraftTree:
-        """The first `steps` guesses of request k, or all."""
+        """Returns the first `steps` draft tokens of request k, or all, as sample ids."""
         ids = [-1 - GUESSES - k - i * self.slots for i in range(min(steps, self.guesses))]
         return DraftTree(tuple(ids), tuple(range(len(ids))))
 
 
 class Beam:
-    """The draft of one request in the making: its guesses, each as the path that ends with it, and
-    their log-probabilities, summed along it. Children of a `level` come next; a chain has one."""
+    """A request's draft while it grows. A node is the path of tokens that ends with it, scored by
+    its summed log-probability. Children of `level` are next; a chain's level is one node."""
 
     def __init__(self, ask: DraftRequest, top_k: int) -> None:
         self.ask, self.table, self.top_k = ask, table_of(ask.request), top_k
-        self.scores: dict[Path, float] = {(): 0.0}  # the request's last token first
+        self.scores: dict[Path, float] = {(): 0.0}  # the root: the request's last token
         self.level: list[Path] = [()]
-        self.computed: list[Path] = []  # in order, those of the level last
+        self.computed: list[Path] = []  # in order, the level's last
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Of all nodes that are computed."""
+        """The parent of every computed node; -1 is the request's last token."""
         at = {path: i for i, path in enumerate(self.computed)}
         return tuple([at.get(path[:-1], -1) for path in self.computed])
 
     def grow(self, scores: Sequence[Sequence[float]], ids: Sequence[Sequence[int]]) -> list[int]:
-        """Children of every node of the level; the best of them are the next one. Returns which of
-        the level before stand above these."""
+        """Adds children to every node of the level; the best become the next level. Returns the
+        index of the parent of each in the level before."""
         children = {
             (*path, token): self.scores[path] + score
             for path, own_scores, own_ids in zip(self.level, scores, ids, strict=True)
@@ -118,20 +118,20 @@ class Beam:
         return [before.index(path[:-1]) for path in self.level]
 
     def tree(self) -> DraftTree:
-        """The best nodes of all."""
+        """Returns the best of all nodes as a tree."""
         root, *guesses = self.scores
         kept = [root, *self._best(guesses, self.ask.nodes)]
         ids = [path[-1] for path in kept[1:]]
         return DraftTree(tuple(ids), tuple([kept.index(path[:-1]) for path in kept[1:]]))
 
     def _best(self, paths: Iterable[Path], count: int) -> list[Path]:
-        """Of some, the best first; what stands above another is as good, and came before it."""
+        """Returns the best paths first: a parent scores no less than its child and precedes it."""
         return sorted(paths, key=self.scores.__getitem__, reverse=True)[:count]
 
 
 class ModelDraft:
-    """A `Draft`: chains, or trees of the `top_k` best, by a model. A step has at most `rows`;
-    `steps` is the deepest guess."""
+    """A `Draft` by a model: chains, or trees of the `top_k` best tokens. A step has at most `rows`
+    rows; `steps` is the greatest depth."""
 
     def __init__(
         self, model: DraftModel, runner: Runner, top_k: int, steps: int, rows: int, info: Info
@@ -139,18 +139,18 @@ class ModelDraft:
         self.model, self.runner, self.top_k, self.rows = model, runner, top_k, rows
         self.steps, self.vocab_size, self.eos_ids = steps, info.vocab_size, info.eos_token_ids
         self.ahead = int(bool(model.target_layers))
-        # a window's pages go by the target's length: nothing may be missing behind it
+        # with a window no row may lag: its pages are kept from the draft's length on
         self.eager = any(spec.window is not None for spec in model.kind.specs)
         self.lag = 1 if self.eager else Draft.lag
-        self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
+        self._how: tuple[list[Request], RowParams] | None = None  # of the requests that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
-        # which the next step verifies; once that is launched, the early ones behind them
+        # chains that the next step verifies; once it is launched, the early ones after them
         self._made: Chains | None = None
-        self._chances = Chances(), Chances()  # of guesses without noise, and with
+        self._chances = Chances(), Chances()  # of tokens without noise, and with
 
     @property
     def knows_chances(self) -> bool:
-        """Chains of a length of their own; where launches are recorded, all are as deep."""
+        """Whether each chain ends by its own chances; with `Runner.even` all have one length."""
         return self.top_k == 1 and not self.runner.even
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -174,21 +174,21 @@ class ModelDraft:
             if hidden is not None and begin == state.begin + len(kept):
                 kept, at = kept + (hidden,) * len(rows), at + rows
             table.draft_state = DraftState(state.begin, kept, at)
-            # a head's last row waits for who asks: it says the first guess
+            # a head's last row is computed with the next draft: it gives the first token
             end = begin + len(rows) - self.ahead
             lazy = end + self.ahead > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
             if missing >= (most // 2 if lazy else 1) and self._able(table, table.draft_len, end):
                 behind[request] = end
                 due |= not lazy or missing >= most
-        if due:  # then of all who will be soon
+        if due:  # then for all that are at least half due
             self._catch_up(behind)
         long = any(len(each.rows) > SPARSE for each in settled.rows)
         if hidden is not None and (long or len(hidden) > SPARSE * len(settled.rows)):
             self._compact([table_of(each.request) for each in settled.rows])
 
     def _end(self, request: Request) -> int:
-        """Where the rows of a request that asks end: all tokens are there."""
+        """Returns where the rows of a request that asks end: all its tokens have values."""
         return len(request.tokens) - self.ahead
 
     def _able(self, table: PageTable, begin: int, end: int) -> bool:
@@ -198,8 +198,8 @@ class ModelDraft:
         return kept or not self.ahead
 
     def _ready(self, request: Request) -> bool:
-        """Whether the rows up to the last token's can be computed now; that one is computed once
-        more if it was and nobody has seen what it said."""
+        """Whether the rows up to the last token's can be computed now. That row is computed again
+        if it was computed before and its logits were not used."""
         table, end = table_of(request), self._end(request)
         begin = min(table.draft_len, end - 1)
         if able := self._able(table, begin, end):
@@ -209,7 +209,7 @@ class ModelDraft:
     # -- rows
 
     def _plan(self, tables: list[PageTable], lens: Sequence[int], shape: BatchShape) -> StepPlan:
-        """Of rows behind so many keys of each request."""
+        """Returns the plan of rows after `lens` keys of each request."""
         specs, groups = self.model.kind.specs, self.model.kind.groups
         if self._pages is None or self._pages[0] != tables:
             self._pages = tables, PageTables(specs, len(tables))
@@ -217,7 +217,7 @@ class ModelDraft:
         return build(specs, BatchWork(shape, lens, pages, self._pages[1]))
 
     def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Of each of some steps' states one row: a copy, unless they follow one another in one."""
+        """Returns row rows[i] of each states[i]: a copy, unless consecutive in one tensor."""
         steps = list({id(each): each for each in states}.values())
         first, end = rows[0], rows[0] + len(rows)
         if len(steps) == 1 and list(rows) == list(range(first, end)):
@@ -229,7 +229,7 @@ class ModelDraft:
         return self.runner.ops.take_rows(every, sent(index, every.device))
 
     def _compact(self, tables: Sequence[PageTable]) -> None:
-        """What is kept of the target's states gets memory of its own: whole steps need not stay."""
+        """Copies kept states of the target to memory of their own, so that whole steps can go."""
         kept, at = [DraftState.of(table) for table in tables], 0
         hidden = [each for state in kept for each in state.hidden]
         if not hidden:
@@ -249,9 +249,9 @@ class ModelDraft:
         guesses: int = 0,
         kind: StepKind | None = None,
     ) -> StepOutput:
-        """The next rows of some requests, up to where each one's end. With a `width` all have as
-        many: what lies behind its own rows is written again before anybody reads it. Behind these
-        come rows of so many `guesses`, but the last, where the same launch samples them."""
+        """Computes each request's next rows up to its end. With a `width` all have that many; rows
+        after a request's own are rewritten before they are read. With `guesses` the launch also
+        samples draft tokens, and the rows of all but the last of them follow."""
         tables, kind = [table_of(each) for each in ends], kind or self.model.extend
         lens = [table.draft_len for table in tables]
         counts = [end - begin for end, begin in zip(ends.values(), lens, strict=True)]
@@ -284,7 +284,7 @@ class ModelDraft:
         return out
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
-        """All rows up to where each request's end, of as many requests at a time as fit."""
+        """Computes all rows up to each request's end, of as many requests at a time as fit."""
         while ends:
             room, some = self.rows, dict[Request, int]()
             for request, end in ends.items():
@@ -298,7 +298,7 @@ class ModelDraft:
     def _begin(
         self, asks: Sequence[DraftRequest], how: Settings | None = None, guesses: int = 0
     ) -> StepOutput:
-        """The rows up to the last token of all who ask, the last ones in one step."""
+        """Computes rows up to the last token of all that ask; the last rows are one step."""
         ends = {ask.request: self._end(ask.request) for ask in asks}
         most = min(self.steps + 1, self.rows // len(asks))
         late = {r: end - 1 for r, end in ends.items() if end - table_of(r).draft_len > most}
@@ -309,12 +309,12 @@ class ModelDraft:
     # -- guesses
 
     def _rows(self, nodes: Sequence[tuple[DraftRequest, Path]]) -> RowBatch:
-        """How the tokens behind some guesses are chosen: as the target would choose them."""
+        """Returns how tokens after these nodes are chosen: as the target would choose them."""
         requests = [ask.request for ask, _ in nodes]
         if self._how is None or self._how[0] != requests:
             prompt_lens = [len(each.spec.prompt) for each in requests]
             how = RowParams.of([ask.params for ask, _ in nodes], prompt_lens)
-            self._how = requests, replace(how, logprob_rows=())  # nobody wants those of guesses
+            self._how = requests, replace(how, logprob_rows=())  # not wanted for draft tokens
         history = {
             row: np.array([*ask.request.tokens, *path], np.int32)
             for row, (ask, path) in enumerate(nodes)
@@ -324,9 +324,9 @@ class ModelDraft:
         return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
     def _grown(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Trees of requests whose rows can be computed: level by level, all at once. Behind every
-        node of a level the best tokens are guessed; of these the best are the next level. Chains
-        that need no more than the sampler come from one launch."""
+        """Returns trees for requests whose rows can be computed, one level of all requests at a
+        time: of the best tokens after each node of a level, the best are the next level. Chains
+        that need nothing but the sampler come from one launch."""
         rows = self._rows([(ask, ()) for ask in asks])
         if self.top_k == 1 and rows.how.plain:
             deep, runner = min([ask.steps for ask in asks]) == self.steps > 1, self.runner
@@ -355,8 +355,8 @@ class ModelDraft:
         return [beam.tree() for beam in beams]
 
     def _chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
-        """All tokens of all requests by one launch. A chain ends where the model thinks that it is
-        wrong, or soon behind: few lengths are soon recorded."""
+        """Drafts for all requests by one launch. A chain ends where the model expects it to be
+        wrong, or soon after: with few lengths, verify launches are soon recorded."""
         how, trees = sampler.settings(rows, self.vocab_size), list[DraftTree]()
         out = self._begin(asks, how, self.steps)
         found = [(ids.tolist(), np.exp(logs.numpy()).tolist()) for ids, logs in out.guesses]
@@ -375,19 +375,19 @@ class ModelDraft:
         return trees
 
     def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
-        """All tokens of all requests by one launch, without a look at one."""
+        """Drafts for all requests by one launch, without reading a token on the host."""
         least = self.steps + max(ask.steps for ask in asks)
         guesses = min(width for width in self.runner.widths if width >= least) - self.steps
-        self.runner.shift.zero_()  # early chains of the same requests may have left theirs
+        self.runner.shift.zero_()  # early chains may have left their shifts
         out = self._begin(asks, sampler.settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
         self._made = Chains([ask.request for ask in asks], rows.how, guesses, len(out.sampled[0]))
         return [self._made.tree(k, ask.steps) for k, ask in enumerate(asks)]
 
     def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
-        """The next chains, as long, if those that are verified are of the same requests: a row is
-        of what the target samples behind a node and of its states there; the first guess comes from
-        the last node that is right. All of this is on the device, and which one that is."""
+        """Launches next chains of the same length if the launched step verifies the same requests'
+        chains. A row has the target's sample after a node and its states there; the first draft
+        token follows the last right node. All of it, even which node that is, is on the device."""
         made, self._made, runner, kind = self._made, None, self.runner, self.model.extend
         if made is None or made.requests != list(requests) or width != made.guesses + 1:
             return
@@ -412,8 +412,8 @@ class ModelDraft:
         self._made = made._replace(slots=len(out.sampled[0]), number=requests[0].launched_in)
 
     def _taken(self, early: Chains, asks: Sequence[DraftRequest]) -> list[DraftTree] | None:
-        """The chains that were made early, if all who ask have one and were in no step since: they
-        begin behind the last tokens, whichever these are."""
+        """Returns the early chains if all that ask have one and were in no step since: they follow
+        the last tokens, whatever these are."""
         numbers = {request: k for k, request in enumerate(early.requests)}
         requests = [ask.request for ask in asks]
         if any(r not in numbers or r.launched_in != early.number for r in requests):
@@ -426,7 +426,7 @@ class ModelDraft:
         return [early.tree(numbers[ask.request], ask.steps) for ask in asks]
 
     def _guesses(self, out: StepOutput, rows: RowBatch) -> Best:
-        """What follows some rows; of a chain's the sample."""
+        """Returns scores and tokens that follow some rows; in a chain, the one sample."""
         logits = self.model.logits(out.emitted)
         if self.top_k > 1:
             return best(logits, rows, self.top_k, self.eos_ids)
@@ -436,7 +436,7 @@ class ModelDraft:
         return [[none.get(token, 0.0)] for token in ids], [[token] for token in ids]
 
     def _further(self, beams: Sequence[Beam]) -> StepPlan:
-        """The next step, of a level. Chains lie in the pages."""
+        """Returns the plan of a level's rows. Those of chains are in the pages."""
         tables, counts = [beam.table for beam in beams], tuple([len(beam.level) for beam in beams])
         if self.top_k > 1:
             shape = shape_of(counts, tuple([beam.parents for beam in beams]))
@@ -445,29 +445,29 @@ class ModelDraft:
         return self._plan(tables, begins, shape_of(counts))
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
-        """What the next rows read: what these rows, of those that were emitted, left."""
+        """Copies the states left by the emitted rows `above` to where the next rows read them."""
         if self.model.hidden is not None and out.behind is not None:
             whole = list(above) == list(range(len(out.behind)))
             self.model.hidden[: len(above)] = out.behind if whole else out.behind[above]
 
 
 def table_of(request: Request) -> PageTable:
-    """Of a request that drafts."""
+    """Returns the page table of a request that drafts."""
     assert request.table is not None, "who drafts holds pages"
     return request.table
 
 
 @lru_cache(maxsize=256)
 def shape_of(counts: tuple[int, ...], trees: tuple[tuple[int, ...], ...] = ()) -> BatchShape:
-    """Of requests with so many rows: the last one is emitted, or all of a tree."""
+    """Returns the shape for requests with `counts` rows: the last is emitted, or all of a tree."""
     emits = [tuple(range(n)) if trees else None for n in counts]
     nothing = [0] * len(counts)
     return BatchShape.of(counts, emits, trees or [None] * len(counts), nothing, nothing)
 
 
 def best(logits: Tensor, batch: RowBatch, k: int, eos_ids: tuple[int, ...]) -> Best:
-    """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
-    draft and with the row's own noise."""
+    """Returns the k best tokens of every row and their log-probabilities among the LIKELY best,
+    under the draft and with the row's own noise."""
     scores = sampler.apply_penalties(logits.float(), batch, eos_ids)
     scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
     floats, ints, _ = sampler.settings(batch, logits.shape[1])

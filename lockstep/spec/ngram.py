@@ -1,7 +1,7 @@
-"""Drafts from the text itself: what followed the last time that it read like this, a chain.
+"""Drafts from the text itself: a chain of the tokens that followed the last similar place.
 
-The longest of the last few tokens that stand somewhere before are looked up; a wrong guess costs
-the rows that verify it, and nothing else. Knows token ids; the engine calls it.
+Looks up the longest run of the last few tokens that occurred before; a wrong draft costs the rows
+that verify it, and nothing else. Knows token ids; `Speculation` calls it.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from weakref import WeakKeyDictionary
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec.draft import NO_DRAFT, Draft, DraftRequest
 
-LONGEST, SHORTEST = 5, 2  # tokens that have to be the same
+LONGEST, SHORTEST = 5, 2  # tokens that have to match
 
 
 class Index:
-    """Of one text: where every short run of its tokens ended last, its very end left out."""
+    """For one text, where each short run of its tokens last ended, except at the text's end."""
 
     def __init__(self) -> None:
-        self.known_len = 0  # tokens that were looked at
+        self.known_len = 0  # tokens that were indexed
         self.ends: dict[tuple[int, ...], int] = {}
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Behind which token the longest known run of the last ones ended. The runs that end with
-        the last token are not taken in yet: they would only find themselves."""
+        """Returns the index after the last occurrence of the longest known run of last tokens. Runs
+        that end with the last token are not added yet: they would only find themselves."""
         for end in range(max(self.known_len, 1), len(tokens)):
             for n in range(SHORTEST, min(LONGEST, end) + 1):
                 self.ends[tuple(tokens[end - n : end])] = end
@@ -32,7 +32,7 @@ class Index:
 
 
 class NgramDraft(Draft):
-    """A chain of tokens that were there before: they are looked at when it is wanted."""
+    """Drafts chains of tokens from earlier text, which it indexes when a draft is wanted."""
 
     def __init__(self) -> None:
         self._indexes: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()
@@ -44,6 +44,6 @@ class NgramDraft(Draft):
         tokens = ask.request.tokens
         if (end := self._indexes.setdefault(ask.request, Index()).find(tokens)) is None:
             return NO_DRAFT
-        period = len(tokens) - end  # what reaches into the end of the text goes on as it began
+        period = len(tokens) - end  # a copy that reaches the text's end repeats from its start
         ids = [tokens[end + i % period] for i in range(ask.steps)]
         return DraftTree(tuple(ids), tuple(range(ask.steps)))

@@ -1,7 +1,7 @@
-"""Which draft an engine has: from its options to a `Speculation`, or to an error that says why not.
+"""Selects an engine's draft: from its options to a `Speculation`, or to an error with the reason.
 
-An algorithm is a file beside this one. Knows names, defaults and what a target must be; the engine
-calls it when it is made.
+An algorithm is a file beside this one. Knows names, defaults and the requirements on a target; the
+engine calls it when it is made.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from lockstep.spec.ngram import NgramDraft
 from lockstep.spec.speculation import Report, Speculation, TreeShape
 from lockstep.types import RuleError
 
-MOST = 1024  # tokens of a draft, and of all its levels
-STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # where none are asked for
+MOST = 1024  # most tokens of a draft, and of all its levels
+STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # default depths
 FILES = {"draft": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
 
 Loader = Callable[[DraftSetup], DraftModel]
 
 
 def shape_of(config: EngineConfig) -> TreeShape:
-    """How large drafts may be."""
+    """Returns the largest size of drafts that the options allow."""
     steps = config.speculative_num_steps or STEPS[config.speculative_algorithm or ""]
     rows, k = config.speculative_num_draft_tokens, config.speculative_eagle_topk or 1
     if rows is not None and rows < 2:
@@ -47,7 +47,7 @@ def shape_of(config: EngineConfig) -> TreeShape:
 
 
 def most_rows(config: EngineConfig) -> int:
-    """Of a draft's step, pads included: padded, there are at most twice as many requests."""
+    """Returns the most rows of a draft's step: padding at most doubles the number of requests."""
     padded = 2 * config.max_running_requests * max(shape_of(config).widths)
     return max(config.bucket_sizes or (config.chunked_prefill_size, padded))
 
@@ -55,8 +55,8 @@ def most_rows(config: EngineConfig) -> int:
 def load(
     config: EngineConfig, target: Loaded, backend: Backend, loader: Loader | None
 ) -> DraftModel | None:
-    """The model that drafts; None if nobody does, or none is needed. Raises where speculation is
-    asked for and cannot be."""
+    """Loads the model that drafts; None if there is no speculation, or the algorithm has no model.
+    Raises if speculation is asked for and impossible."""
     algorithm = config.speculative_algorithm
     if algorithm is None:
         return None
@@ -89,8 +89,8 @@ Launches = tuple[StepKind, int, bool, Chain | None]  # a kind, `width`, `every` 
 
 
 def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launches]:
-    """Steps that are recorded when an engine starts, as `Runner.capture` takes them: those of the
-    target, of chains and of what verifies them. Those of trees are when they come."""
+    """Returns the steps to record when an engine starts, as `Runner.capture` takes them: the
+    target's, chains' and verifying ones. Steps of trees are recorded when they occur."""
     found: list[Launches] = [(target, 1, False, None)]
     if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
         found += [(target, n + 1, True, None) for n in shape.depths]
@@ -104,7 +104,7 @@ def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -
 def speculation(
     config: EngineConfig, model: DraftModel | None, runner: Runner, info: Info, report: Report
 ) -> Speculation | None:
-    """What the engine asks between steps; None if nothing is guessed."""
+    """Returns what the engine calls between steps; None without speculation."""
     if config.speculative_algorithm is None:
         return None
     shape = shape_of(config)

@@ -1,7 +1,7 @@
-"""The engine's side of a draft: who is asked for, how deep, and what came of it.
+"""The engine's side of a draft: which requests are drafted for, how deep, and with what success.
 
 Before a step is scheduled, every request that decodes and may speculate gets a tree, if its draft
-has one; when a step has settled, the draft is told. A request that will be asked for again is held
+has one; when a step has settled, the draft observes it. A request that is drafted for next is held
 until its tokens have their values. Nothing here can change an answer. Knows requests, lengths,
 times and the draft; the engine calls it.
 """
@@ -26,70 +26,70 @@ from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 
 Report = Callable[[str], None]
-ANY_ID = 0  # of a guess that nobody made
-OBSERVED_ROWS = 1 << 11  # rows that a draft is told of at once: more would hold up the step behind
-FIRST_TRY = 128  # steps from a rest that begins to the try of a new request, which costs some five
-TIMED_EVERY = 8  # while all rest, one step of so many is timed
+ANY_ID = 0  # the token of a chain's pads
+OBSERVED_ROWS = 1 << 11  # most rows that a draft observes in one call: more delay the next step
+FIRST_TRY = 128  # steps from a rest's start to a new request's try, which costs about 5 steps
+TIMED_EVERY = 8  # while all rest, one step in this many is timed
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How large a draft may be."""
+    """The largest size of a draft."""
 
-    steps: int  # its deepest token
-    top_k: int  # tokens that are tried behind each of the best; 1 is a chain
+    steps: int  # depth of the deepest token
+    top_k: int  # tokens tried after each of the best nodes; 1 is a chain
     nodes: int  # tokens in all
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of chains whose launches are recorded: few."""
+        """Lengths of the chains whose launches are recorded; few."""
         return tuple(sorted({1, 3, 7, self.steps} & {*range(self.steps + 1)}))
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows that a request may have in steps that decode, draft, extend and verify, where these
-        are recorded. Those of a chain are guessed behind up to `steps` + 1 rows by one launch."""
+        """Rows per request of recorded steps that decode, draft, extend and verify. One launch
+        drafts a chain together with up to `steps` + 1 missing rows."""
         if self.top_k == 1:
             depths = self.depths
             return tuple(sorted({1, *(n + 1 for n in depths), *(self.steps + n for n in depths)}))
         return tuple(sorted({1, self.steps + 1, self.top_k, self.nodes + 1}))
 
     def rounded(self, steps: int) -> int:
-        """A chain so long, or longer, that is recorded; 0 of none."""
+        """Returns the shortest recorded chain of at least `steps` tokens; 0 for none."""
         return next(n for n in (0, *self.depths) if n >= steps)
 
     def scratch(self, nodes: int) -> int:
-        """Nodes that a request needs room for, of the target's tree or of the draft's own."""
+        """Returns the scratch nodes that a request needs, for the target's or the draft's tree."""
         return 0 if self.top_k == 1 else max(nodes + 1, self.top_k * (self.steps - 1))
 
 
 class Speculation:
-    """Drafts of an engine's requests. Where launches that verify are recorded (`Runner.even`), all
-    drafts of a step are as long, and it is all who guess or nobody."""
+    """Drafts for an engine's requests. Where verify launches are recorded (`Runner.even`), all
+    drafts of a step have one length, and either all requests have one or none."""
 
-    adaptive = True  # off: always as deep as the shape allows; for the lab and for tests
+    adaptive = True  # False: always as deep as the shape allows, for the lab and tests
 
     def __init__(
         self, draft: Draft, shape: TreeShape, runner: Runner, context_length: int, report: Report
     ) -> None:
         self.draft, self.shape = draft, shape
-        self.costs: defaultdict[int, Costs] = defaultdict(Costs)  # by requests that decode, about
+        self.costs: defaultdict[int, Costs] = defaultdict(Costs)  # by requests that decode, rounded
         self.runner, self.context_length = runner, context_length
         self._acceptance = Acceptance()  # of all requests
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._report: Report | None = report
-        self._begun = 0.0  # when the step was begun that is launched next; 0: it is not timed
-        self._begins: dict[int, tuple[float, int]] = {}  # of those under way, and how launched
-        self._ended = 0.0  # when the last was settled
-        self._trying = False  # what is asked for next is not expected to pay
-        self._first_try = 0  # number of the step from which on a new request may try
-        # the first of the steps in which the same requests decoded plainly, of which the draft does
-        # not know yet, and the states of all; the other steps are let go, and share their memory
+        self._begun = 0.0  # start time of the next step to launch; 0: not timed
+        self._begins: dict[int, tuple[float, int]] = {}  # start time and warmth per launched step
+        self._ended = 0.0  # when the last step settled
+        self._trying = False  # the next drafts are a try, not expected to pay
+        self._first_try = 0  # number of the step from which a new request may try
+        # the first of the plain steps by the same requests that the draft has not observed, and the
+        # states of all of them; the other steps are dropped, so that their memory is reused
         self._first: ScheduledStep | None = None
         self._unobserved = list[Any]()
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
-        """Trees for whoever may have one in the next step."""
+        """Sets the draft of every request that may have one in the next step."""
         self._begun, number = 0.0, scheduler.settled
         if number % TIMED_EVERY and self._rests(self._acceptance, number):
             return
@@ -100,7 +100,7 @@ class Speculation:
         costs, count = self._costs(scheduler)
         go_on = costs.go_on(len(wanted) / count) if self.adaptive else 0.0
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
-        behind = shape.steps if even else 0  # rows that make all as many, and of chains the longest
+        behind = shape.steps if even else 0  # pad rows up to one width; the longest chain
         longest = shape.rounded(max(wanted.values())) if even and shape.top_k == 1 else 0
         for request, steps in wanted.items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
@@ -125,10 +125,10 @@ class Speculation:
         costs.draft.add(deepest, self._begun - begun, self.runner.warmth, self._trying)
 
     def hold(self, step: ScheduledStep) -> bool:
-        """Who is to have a draft next waits until his token has its value. Whether all of them do,
-        so that nothing is gained by settling the step late."""
+        """Holds every request that is drafted next until its sampled token is on the host. Returns
+        whether that is every request of the step: then settling it late gains nothing."""
         even, alone = self.runner.even, True
-        if self.adaptive and even:  # plain steps are measured as they will be settled
+        if self.adaptive and even:  # plain steps are timed as they will run: settled late
             measured = self.costs[rounded(len(step.batch.rows))].plain.known
             if not measured or self._rests(self._acceptance, step.number):
                 return False
@@ -142,8 +142,8 @@ class Speculation:
         return alone
 
     def launched(self, scheduler: Scheduler, step: ScheduledStep, hidden: Any) -> None:
-        """A step has been launched. Who only tries is not expected to go on; the others have room
-        for the next chains, whatever is accepted, before anybody waits for these."""
+        """Notes a launched step's start. Unless it is a try, lets the draft start the next chains
+        and reserves their pages, whatever is accepted, before the host waits for this step."""
         if not self._begun or step.kind.name != GENERATE:
             return
         self._begins[step.number], batch = (self._begun, self.runner.warmth), step.batch
@@ -156,7 +156,7 @@ class Speculation:
                 scheduler.make_room(request, batch.shape.width + 2 * self.shape.steps + 1, 0)
 
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Any) -> None:
-        """A step of the target has settled."""
+        """Takes in a settled step of the target: its time, its accepted drafts and its rows."""
         batch, plain = step.batch, step.members == len(step.batch.rows)
         now, (begun, warmth) = time.perf_counter(), self._begins.pop(step.number, (0.0, PLAIN))
         if begun and (plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows)):
@@ -193,13 +193,13 @@ class Speculation:
         self.draft.observe(SettledStep(tuple(entries), states))
 
     def forget(self) -> None:
-        """Requests and their steps begin anew, behind an interruption."""
+        """Forgets steps and rests after an interruption: requests and steps start again."""
         self._first, self._unobserved, self._acceptance.rest = None, [], REST
         self._first_try = self._acceptance.rests_until = 0
         self._begins.clear()
 
     def _observe_plain(self) -> None:
-        """The draft is told of steps in which the same requests decoded plainly, all at once."""
+        """Passes the steps in which the same requests decoded plainly to the draft, in one call."""
         first, unobserved = self._first, self._unobserved
         self._first, self._unobserved = None, []
         if first is None:
@@ -216,34 +216,34 @@ class Speculation:
     # -- how deep
 
     def _wanted(self, scheduler: Scheduler) -> dict[Request, int]:
-        """How deep a draft every request is to have, of those that may have one."""
+        """Returns the depth of draft to make for each request, of those that may have one."""
         shape, settled, even = self.shape, scheduler.settled, self.runner.even
         self._trying, most = False, dict[Request, int]()
         if even and self._rests(self._acceptance, settled):
             return {}
         for request in scheduler.running:
             if not request.spec.speculative or self._rests(self._acceptance_of(request), settled):
-                continue  # nothing else is asked: what moves is in columns
+                continue  # other attributes may be in columns: do not read them
             if request.launched_in > settled or not request.decodes:
                 continue
             deepest = request.left - 1
-            if even:  # up to the context's end: what is accepted is cut
+            if even:  # up to the context's end: accepted tokens are cut later
                 deepest = self.context_length - len(request.tokens)
             if deepest > 0:
                 most[request] = deepest
         if not self.adaptive:
             return {request: min(n, shape.steps) for request, n in most.items()}
-        if not most:  # they rest until the first of them tries again; 0 is of who only ends
+        if not most:  # all rest until the first tries again; 0: a request that is ending
             own = [self._acceptance_of(r) for r in scheduler.running if r.spec.speculative]
             first = min([each.rests_until for each in own], default=0)
             self._acceptance.rests_until = first or self._acceptance.rests_until
             return {}
-        together = dict[Acceptance, list[Request]]()  # who guesses, or does not, with whom
+        together = dict[Acceptance, list[Request]]()  # requests that share a decision
         for request in most:
             together.setdefault(self._acceptance_of(request), []).append(request)
         costs, count = self._costs(scheduler)
         share = len(most) / count
-        if self.draft.knows_chances:  # and ends its chains by itself
+        if self.draft.knows_chances:  # and ends its chains itself
             chosen = [shape.steps * pays for pays in costs.pays([*together], share)]
         else:
             chosen = costs.depths([*together], shape.steps, shape.nodes, share)
@@ -251,25 +251,25 @@ class Speculation:
                 chosen = [shape.rounded(steps) for steps in chosen]
         wanted: dict[Request, int] = {}
         for (acceptance, requests), steps in zip(together.items(), chosen, strict=True):
-            if steps:  # to be right sometimes is not enough: it has to pay
+            if steps:  # right tokens are not enough: drafts have to pay
                 self._acceptance.rest, acceptance.rest, acceptance.rests_until = REST, REST, 0
             elif costs.plain.known:
                 steps = self._tries(acceptance, settled)
             if steps:
                 wanted |= {request: min(steps, most[request]) for request in requests}
-        if wanted:  # not all rest; 0 is of who has never rested
+        if wanted:  # not all rest; 0: never rested
             self._acceptance.rests_until = min(self._acceptance.rests_until, settled)
         return wanted
 
     def _costs(self, scheduler: Scheduler) -> tuple[Costs, int]:
-        """Of steps of all who decode now, those who rest and those who do not speculate too, and
-        how many these are; who moves in columns is not taken out of them."""
+        """Returns the costs of steps of all requests that decode now, resting and not speculating
+        ones included, and their number. Takes no member out of its columns."""
         count = sum(r.members is not None or (r.decodes and r.left > 0) for r in scheduler.running)
         return self.costs[rounded(count)], count
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:
-        """It has rested: a guess, whatever it is worth; or it rests from now on. Where all guess
-        together they try what they would go on with: what less costs tells little."""
+        """After a rest, returns the depth of a try, whatever it is worth; else starts a rest. Where
+        all draft together a try has the full depth: a cheaper one tells little."""
         if acceptance.rests_until:
             acceptance.rests_until, self._trying = 0, True
             return self.shape.steps if self.draft.knows_chances or self.runner.even else 1
@@ -287,8 +287,8 @@ class Speculation:
         return self.adaptive and acceptance.resting(settled)
 
     def _acceptance_of(self, request: Request) -> Acceptance:
-        """One of all, where all guess in the same launch. A new request begins with what is known
-        of all, but may try when FIRST_TRY steps have settled since somebody began to rest."""
+        """Returns a request's acceptance; with `Runner.even` one for all. A new request starts with
+        the rates of all, but may try FIRST_TRY steps after the last rest began."""
         acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
         if acceptance is None:
             acceptance = self._acceptances[request] = self._acceptance.other()
@@ -299,8 +299,8 @@ class Speculation:
 def evened(
     asks: Sequence[DraftRequest], trees: Sequence[DraftTree], shape: TreeShape
 ) -> list[DraftTree]:
-    """Chains as long as the longest of them, with any token behind those that are shorter: so many
-    rows of every request are a launch that was recorded."""
+    """Pads chains with any token to the longest, rounded up to a recorded length: launches with
+    this many rows per request are recorded."""
     longest, out = shape.rounded(max(len(tree.token_ids) for tree in trees)), list[DraftTree]()
     for ask, tree in zip(asks, trees, strict=True):
         pads = max(min(longest, ask.steps) - len(tree.token_ids), 0)
@@ -310,8 +310,8 @@ def evened(
 
 
 def drafting(rows: ScheduledRows) -> list[Request]:
-    """Whose keys some rows became: the request's, if it still has its pages, and those of
-    completions that were forked off behind them."""
+    """Returns the requests whose draft keys these rows extend: the request itself while it owns
+    this page table, and the completions forked from it after these rows."""
     request = rows.request
     own = [request] if request.table is rows.table else []
     if rows.samples > 1:

@@ -1,8 +1,8 @@
-"""Which of the drafted tokens are right: the target's own sample behind every node says it.
+"""Verifies drafts: the target's own sample after every node decides which draft tokens are right.
 
-From the root on, a path goes on for as long as one of the node's children is the token that was
-sampled behind it: what is accepted is what plain decoding would have sampled one by one. Knows
-numbers on the host alone; `llm.accept` calls it when a step has come back.
+From the root, a path continues while one of the node's children is the token that was sampled after
+the node: what is accepted is what plain decoding would have sampled one by one. Knows only numbers
+on the host; `llm.accept` calls it when a step is back on the host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class NodeRows(NamedTuple):
-    """A draft as it was launched: rows `first`, `first` + 1, ... of those that were sampled. The
-    first is of the request's last token."""
+    """A draft as it was launched: rows `first`, `first` + 1, ... of the sampled rows. The first is
+    that of the request's last token."""
 
     first: int
     token_ids: Sequence[int]
@@ -19,8 +19,8 @@ class NodeRows(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """By completion: the accepted path, where there was a draft, and the samples along it; and why
-    the next token could not be sampled, where that is so."""
+    """By completion: the accepted path, if there was a draft; the samples along it; and the reason
+    if the next token could not be sampled."""
 
     nodes: dict[int, tuple[int, ...]]
     token_ids: dict[int, tuple[int, ...]]
@@ -33,8 +33,8 @@ def verify(
     sampled: Sequence[int],
     errors: Mapping[int, str],
 ) -> Verified:
-    """`firsts[c]` is the first sampled row of completion c, its only one without a draft; `sampled`
-    and `errors` are by row."""
+    """Returns what each draft's samples accept. `firsts[c]` is completion c's first sampled row,
+    its only one without a draft; `sampled` and `errors` are by row."""
     alone = [(c, first) for c, first in enumerate(firsts) if first in errors and c not in drafts]
     out = Verified({}, {}, {c: errors[first] for c, first in alone})
     for completion, draft in drafts.items():
@@ -48,7 +48,7 @@ def verify(
 
 
 def accepted_path(draft: NodeRows, sampled: Sequence[int]) -> tuple[int, ...]:
-    """Nodes from the root on, each sampled behind its parent: these come first, siblings differ."""
+    """Returns the nodes accepted from the root on. Parents precede children, siblings differ."""
     path, sample = [0], sampled[draft.first]
     for node, parent in enumerate(draft.parents):
         if parent == path[-1] and draft.token_ids[node] == sample:
