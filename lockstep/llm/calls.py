@@ -1,7 +1,6 @@
 """Calls on an engine: which call has the turn, and whether a request's caller still waits. An
 exception may strike anywhere, even in a `finally`. So a turn belongs to a function and ends with
-it; a request belongs to a `Caller`, a function or generator, and is dropped after that has
-ended."""
+it; a request belongs to a `Caller`, a function or generator, and is dropped after that ends."""
 
 import gc
 import inspect

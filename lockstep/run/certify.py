@@ -42,7 +42,7 @@ from lockstep.run.runner import Share, StepDriver
 from lockstep.types import GroupSpec, Layout, RuleError
 
 ROWS = 64  # every row count up to this, and every multiple of it above
-EVERY_MULTIPLE = 1024  # up to so many rows; then the counts double
+EVERY_MULTIPLE = 1024  # up to this many rows; then the counts double
 MOST_ROWS = 8192  # of the largest step that is tried
 HEAD_ROWS = (2, 3, 7, 16, 33, 64)
 LOGITS = 1 << 25  # most logits of one step of the head

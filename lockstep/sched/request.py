@@ -21,7 +21,7 @@ from lockstep.types import RuleError
 GroupPages = tuple[RequestPages | None, ...]  # one request's, per group of a kind of step
 Column = NDArray[np.int64]
 HEAD_START = 64  # earlier arrivals that one level of priority lets a request overtake
-MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")  # while it decodes
+MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")  # in the columns
 # The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are in the columns.
 # Below UNTIL_LEN nothing but decoding happens; it is 0 for a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
@@ -86,7 +86,7 @@ class Accepted(NamedTuple):
 
 
 class AcceptedTokens(NamedTuple):
-    """A step's tokens: one per sample; `others` has the samples with more or fewer, or an end."""
+    """A step's tokens, one per sample; `others`: samples with an end, or not exactly one token."""
 
     token_ids: Column = np.zeros(0, np.int64)
     others: Mapping[int, Accepted] = {}

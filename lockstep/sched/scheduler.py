@@ -426,7 +426,7 @@ class Scheduler:
         return [each for each in (request, *forks) if each.finish is not None]
 
     def _until_len(self, request: Request) -> int:
-        """Returns the length up to which pages last and nothing ends or turns matchable; or 0."""
+        """Returns below which length its pages last and nothing ends or turns matchable; or 0."""
         spec, table, node = request.spec, request.table, request.node
         if table is None or table.pending:
             return 0

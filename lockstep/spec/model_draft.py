@@ -306,7 +306,7 @@ class ModelDraft:
         width = self.steps + max(guesses, 1) if self.runner.even else 0
         return self._extend(ends, width, how, guesses)
 
-    # -- guesses
+    # -- draft tokens
 
     def _rows(self, nodes: Sequence[tuple[DraftRequest, Path]]) -> RowBatch:
         """Returns how tokens after these nodes are chosen: as the target would choose them."""
