@@ -156,7 +156,7 @@ class Edges(NamedTuple):
 
     @classmethod
     def of(cls, specs: Sequence[GroupSpec], limit: int, device_class: str = order.CPU) -> Self:
-        """Covers the first tile and split, window starts, and a tile after these; CHUNK rows."""
+        """Covers the first tile and split, where windows hide keys or leave a tile; CHUNK rows."""
         tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
