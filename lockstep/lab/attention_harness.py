@@ -1,11 +1,11 @@
-"""Runs a script on a real backend, through the engine's own steps, in the most hostile
-surroundings, and judges the bits of every token's output.
+"""Runs a script on a real backend, through the engine's own steps and in hostile surroundings, and
+judges the bits of every token's output.
 
-Every slot that was not written holds NaN, pages are handed out in a shuffled order, freed pages are
-poisoned again, buffers lie between guard bands, and what a step may change in memory is computed
-here from the tables, by plain arithmetic. `judge` compares a first run with the float64 answer and
-with the plain way of computing the same tokens, each path alone, whole, cold; then it runs the
-script with other chunks, pages, padding and threads. `cells` and `show` call it.
+Every slot that was not written holds NaN, pages are handed out in shuffled order, freed pages are
+poisoned again, buffers lie between guard bands, and the memory that a step may change is computed
+here from the page tables, by plain arithmetic. `judge` compares a first run with the float64 answer
+and with the plain computation of the same tokens (each path alone, whole, cold); then it runs the
+script again with other chunks, page sizes, padding and thread counts. `cells` and `show` call it.
 """
 
 from collections import Counter
@@ -41,12 +41,12 @@ BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
 Given = list[list[Rows]]  # by group and layer
-Memory = dict[tuple[int, int, int], Tensor]  # bits of storages, by group, layer, and K or V
+Memory = dict[tuple[int, int, int], Tensor]  # storage bits, by (group, layer, 0 for K or 1 for V)
 
 
 @dataclass(frozen=True)
 class Setting(RunOptions):
-    """How a script is run; none of this may change a bit."""
+    """How a script is run. No field may change a bit of the result."""
 
     page_size: int = 16
     pad: bool = False
@@ -56,8 +56,8 @@ class Setting(RunOptions):
 
 
 class AttentionHarness(Judgement):
-    """Pools, tables and one script, and what it came to: outputs by group, layer and token. To the
-    engine's steps it is a model without weights: a token's rows are given, and its layers attend
+    """Pools, page tables and one script, and its outputs by group, layer and token. To the engine's
+    steps it is a model without weights: each token's q, k and v are given, and its layers attend
     with them."""
 
     def __init__(
@@ -82,7 +82,7 @@ class AttentionHarness(Judgement):
         }
         self.kinds = {kind.groups: kind for kind in kinds.values()}
         n, spare = len(script.parents), 8 * len(script.committed) + 2
-        sizes = [  # every token twice
+        sizes = [  # room for every token twice
             0 if spec.layout is Layout.FRESH else 2 * -(-n // spec.page_size) + spare
             for spec in self.specs
         ]
@@ -100,11 +100,11 @@ class AttentionHarness(Judgement):
             if own is not None and pool is not None:
                 own.give = partial(self._give, g, pool, own.give)  # type: ignore[assignment]
         self.tables: dict[int, PageTable] = {}
-        self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
+        self.used: set[tuple[int, int]] = set()  # (group, page) freed at least once
         self.pads: dict[tuple[int, int], list[Result]] = {}  # by group and length of a pad request
-        self.results: list[tuple[int, int, Result]] = []  # of the last step, by group and layer
+        self.results: list[tuple[int, int, Result]] = []  # (group, layer, result) of the last step
         self.step_uids: list[int] = []
-        self.computed: dict[str, set[int]] = {}  # tokens by how their row was
+        self.computed: dict[str, set[int]] = {}  # uids by how their rows were computed
         self.seen = [torch.zeros(n, dtype=torch.bool) for _ in self.specs]
         self.out = [
             [torch.full((n, s.heads, s.d_v), torch.nan) for _ in s.layers] for s in self.specs
@@ -112,7 +112,7 @@ class AttentionHarness(Judgement):
         self.lse = [[torch.full((n, s.heads), torch.nan) for _ in s.layers] for s in self.specs]
 
     def run(self) -> None:
-        """Plays the whole script and closes what is still open."""
+        """Plays the whole script and closes the page tables that are still open."""
         with limited(self.setting.threads):
             for step in self.script.steps:
                 self._play(step)
@@ -124,7 +124,7 @@ class AttentionHarness(Judgement):
             self.check("pages", not lost, f"{lost} never came back")
 
     def _play(self, acts: tuple[Act, ...]) -> None:
-        """Bookkeeping acts first, then one launch for the encoders and one for everything else."""
+        """Applies bookkeeping acts, then launches encoders in one step, other rows in another."""
         for act in acts:
             if isinstance(act, Fork):
                 self.tables[act.child] = self.tables[act.request].fork(act.cached_len)
@@ -145,7 +145,7 @@ class AttentionHarness(Judgement):
             self.tables[act.request].release(act.cached_len + act.keep)
 
     def plan(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
-        """The step's plan, from the same functions the engine uses."""
+        """Returns the step's plan, built by the functions that the engine uses."""
         shares = [
             Share(
                 request=self.tables.setdefault(act.request, self.driver.request()),
@@ -183,7 +183,7 @@ class AttentionHarness(Judgement):
             self.tables[act.request].moved()
 
     def compute(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
-        """Runs a step; `results` are what its layers came to."""
+        """Runs a step and returns its plan; `results` receives the output of each layer."""
         self.results, self.step_uids = [], [uid for act in computes for uid in act.uids]
         plan = self.plan(computes, groups)
         self.runner.run(plan, self.step_uids, self.kinds[groups])
@@ -199,7 +199,7 @@ class AttentionHarness(Judgement):
                 mine = self.rows[g][layer]
                 given = (t[index].to(self.device) for t in (mine.q, mine.k, mine.v))
                 q, k, v = map(self.guarded.rows, given)
-                if cross and groups == self.encode:  # nobody asks for these keys in this step
+                if cross and groups == self.encode:  # written now, read by decoder steps
                     store.keys(layer, k, v)
                     continue
                 keys = store.keys(layer, *((None, None) if cross else (k, v)))
@@ -207,7 +207,7 @@ class AttentionHarness(Judgement):
         return positions[:, None]
 
     def _note(self, g: int, layer: int, plan: StepPlan, result: Result) -> None:
-        """What a layer of a step came to."""
+        """Stores a layer's outputs by token; checks recomputed rows and pad rows."""
         uids, where = torch.tensor(self.step_uids, dtype=torch.long), f"group {g} layer {layer}:"
         out, lse = (t.float().cpu() for t in result)
         n, again = len(uids), self.seen[g][uids]
@@ -223,9 +223,9 @@ class AttentionHarness(Judgement):
             self.seen[g][uids] = True
 
     def differing_pads(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
-        """The pad requests of `plan`, by number, whose rows are not those of the request alone. A
-        decoder's cross group is not asked: its pads see one key that an earlier step left in page
-        0."""
+        """Returns the indices of `plan`'s pad requests whose rows differ from those of the pad
+        request computed alone. A decoder's cross group is skipped: its pads see one key that an
+        earlier step left in page 0."""
         if self.specs[g].layout is Layout.CROSS:
             return []
         found, ends = [], plan.q_indptr.tolist()
@@ -236,8 +236,8 @@ class AttentionHarness(Judgement):
         return found
 
     def pad_request(self, g: int, length: int) -> list[Result]:
-        """What every layer makes of a pad request of `length` rows in a step and pages of its own:
-        token 0 at positions 0, 1, ..., which reads what this step wrote for it."""
+        """Returns every layer's output for a pad request of `length` rows in a step and pages of
+        its own: token 0 at positions 0, 1, ..., reading only keys that this step wrote for it."""
         if (g, length) not in self.pads:
             feature = Feature("pad", "one group", (replace(self.specs[g], page_size=1),))
             script, setting = Script(), Setting(checks=False, device=self.setting.device)
@@ -248,7 +248,7 @@ class AttentionHarness(Judgement):
         return self.pads[g, length]
 
     def _audit(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        """Lengths and emitted rows by the lab's own arithmetic; the image has the plan's arrays."""
+        """Checks lengths and emitted rows by the lab's own arithmetic, and the image's arrays."""
         emits, begin = list[int](), 0
         for act in computes:
             last = (len(act.uids) - 1,)
@@ -267,18 +267,18 @@ class AttentionHarness(Judgement):
         views = layout_of(plan.bucket, specs, self.backend).views(self.guarded.image)
         for own, group in zip(map(vars, views), plan.groups, strict=True):
             given = {**vars(plan), **vars(group)}
-            names = own.keys() & given.keys() - {"start"}  # a group without lists has its own
+            names = own.keys() & given.keys() - {"start"}  # listless groups have their own
             equal = all(np.array_equal(own[name], given[name]) for name in names)
             self.check("plan", equal, "the image is that of another plan")
 
     def _give(self, g: int, pool: Pool, give: Callable[..., list[int]], pages: list[int]) -> None:
-        """Pages that nobody holds any more are poisoned again."""
+        """Frees pages, and poisons again those that no request holds any more."""
         freed = give(pages)
         poison(pool, freed)
         self.used |= {(g, page) for page in freed}
 
     def _count(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        """What the step really was: each equality is only worth something if its path was taken."""
+        """Counts what the step really did: an equality proves nothing if its path was not taken."""
         real = slice(0, plan.real.tokens)
         positions, tails = plan.positions[real], plan.start[real] <= plan.positions[real]
         plain = [a for a in computes if a.parents is None and not a.encoder]
@@ -334,8 +334,8 @@ class AttentionHarness(Judgement):
         }
 
     def _compare(self, before: Memory, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        """The step changed the slots it had to, to the values it had to, and nothing else."""
-        self.note("writes", [])  # where nothing is cached, too
+        """Checks that the step changed exactly the slots it had to, to the values it had to."""
+        self.note("writes", [])  # even if nothing is cached
         expected = {g: self._expected_writes(g, computes) for g in groups}
         after = self._memory()
         for (g, layer, which), old in before.items():
@@ -353,7 +353,7 @@ class AttentionHarness(Judgement):
             self.check("writes", right, f"{where} a row is not where or what it should be")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
-        """slot -> token that lies there after this step, by plain arithmetic on the tables."""
+        """Maps the slots that a step may write to their tokens, by arithmetic on the tables."""
         spec, out = self.specs[g], dict[int, int]()
         for act in computes:
             pages = self.tables[act.request].pages(g)
@@ -362,7 +362,7 @@ class AttentionHarness(Judgement):
             begin, first, size = act.cached_len, pages.first_pos, spec.page_size
             slot = partial(slot_of, pages.page_ids.tolist(), first, size)
             if not act.encoder and spec.layout is not Layout.CROSS:
-                # moves may have put any of them in place just now, as far as they are still held
+                # moves may just have written any of these positions whose pages are still held
                 path = self.script.path(act.uids[0])[:begin]
                 kept = range(max(first, begin - size - 8), begin)
                 out |= {slot(p): path[p] for p in kept}
@@ -373,7 +373,7 @@ class AttentionHarness(Judgement):
         return out
 
     def differing_rows(self, want: "AttentionHarness", tokens: set[int] | None) -> list[str]:
-        """Rows, among `tokens`, whose bits differ. A NaN equals nothing, not even itself."""
+        """Describes rows of `tokens` whose bits differ from `want`'s. A NaN never equals itself."""
         found = []
         for g, seen in enumerate(self.seen):
             both = seen & want.seen[g]
@@ -391,14 +391,14 @@ class AttentionHarness(Judgement):
 
 
 def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) -> int:
-    """Where a key lies, by plain arithmetic."""
+    """Returns the slot of the key at `position`, by plain arithmetic."""
     page = page_ids[(position - first_pos) // page_size]
     return page * page_size + position % page_size
 
 
 @lru_cache(maxsize=64)
 def material(recipe: Recipe, feature: Feature) -> tuple[Script, Given, list[list[Answer]]]:
-    """The story, the numbers and the answers of a cell; the same for every backend."""
+    """Returns the script, q/k/v and float64 answers of a cell, which serve every backend."""
     script, device = recipes.write(recipe, feature), feature.device
     rows = oracle.values(feature.groups(16), len(script.parents), dtype=device.compute)
     rows = oracle.overflowed(rows, script.infinite)
@@ -408,7 +408,7 @@ def material(recipe: Recipe, feature: Feature) -> tuple[Script, Given, list[list
 def judge(
     recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions = FULL
 ) -> Judgement:
-    """Runs one cell. Raises only what the code under test raises."""
+    """Runs one cell and returns what was found. Raises only what the code under test raises."""
     cell = AttentionCell(recipe, feature, backend, options)
     main = cell.run(cell.script, inspect=True)
     cell.counters = Counter({name: int(count) for name, count in main.counters.items()})
@@ -423,7 +423,7 @@ def judge(
 
 
 class AttentionCell(Judgement):
-    """A recipe on a feature, run in every way that may not change a bit."""
+    """A recipe on a feature, run in every way that must not change a bit."""
 
     def __init__(
         self, recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions
@@ -442,7 +442,7 @@ class AttentionCell(Judgement):
         return harness
 
     def judge_values(self, main: AttentionHarness) -> None:
-        """Against float64, within the derived tolerance; a NaN is a slot nobody wrote."""
+        """Checks outputs against float64. A NaN means that an unwritten slot was read."""
         errors = {"value": 0.0, "lse": 0.0}
         for g, layers in enumerate(self.answers):
             seen = main.seen[g]
@@ -464,7 +464,7 @@ class AttentionCell(Judgement):
         self.out_error, self.lse_error = errors["value"], errors["lse"]
 
     def judge_bits(self, main: AttentionHarness, padded: AttentionHarness, quick: bool) -> None:
-        """Every other way to run the recipe, and the recipe itself, against the plain way."""
+        """Compares the recipe, and every other way to run it, with the plain computation."""
         script, want = self.script, self.run(recipes.plain(self.script), seed=5)
 
         def compare(
@@ -493,6 +493,6 @@ class AttentionCell(Judgement):
 
 
 def off(have: Tensor, want: Tensor) -> Tensor:
-    """Distance, with infinity for what is no number."""
+    """Returns absolute distances, infinite where a value is NaN."""
     distance = torch.where(have == want, 0.0, (have - want).abs())
     return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,13 +1,13 @@
-"""The matrix: backend x recipe x feature, every pair of a table that makes sense, and the verdict
-of each.
+"""The matrix: backend x recipe x feature, every applicable pair of a table on every backend, and
+the verdict of each cell.
 
-There is a table of attention alone and one of the whole engine on tiny models; a recipe's name
-belongs to one of them. A cell passed, was refused with the backend's own reason, or failed; there
-is no "not tested". Cells run in worker processes: one that kills its process failed like any other.
+One table is of attention alone, one of the whole engine on tiny models; a recipe's name belongs to
+one of them. A cell passed, was refused with the backend's own reason, or failed; there is no "not
+tested". Cells run in worker processes: one that kills its process has failed.
 
-And every historical bug put back, with the plan checks on and off. It is killed in a cell that
-fails by a guard (the plan's own rules, checks on only) or a property; an exception or a dead
-process counts only where it says CRASH. All its cells must be killed, and be green without it.
+Every historical bug is put back, too, with the plan's checks on and off. A cell kills it by a guard
+(the plan's own rules, checks on only) or a property; an exception or a dead process counts only
+where the case file says CRASH. All its cells must kill it, and be green without it.
 """
 
 import os
@@ -35,14 +35,14 @@ from lockstep.progress import Progress
 from lockstep.types import GroupSpec, PlanError, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
-REVERT_S = 120.0  # the same with a bug: one that hangs is a bug that died
-BOTH = (True, False)  # checks on, and off
-LOST = 77  # what a process ends with whose device was lost before its task began
+REVERT_S = 120.0  # the same limit with a bug put back: a hang counts as a crash
+BOTH = (True, False)  # plan checks on and off
+LOST = 77  # exit code of a process whose device was lost before its task began
 # cells that are known to fail, "backend/recipe/feature", and the cause: docs/known-failures.md
 KNOWN: dict[str, str] = {}
 MODELS_OF: dict[str, Callable[[Tiny], bool]] = {
     "decoders": lambda tiny: tiny is not BART,
-    "encoder-decoder": lambda tiny: tiny is BART,  # only it has sources
+    "encoder-decoder": lambda tiny: tiny is BART,  # the only model with sources
     "every model": lambda tiny: True,
     "one model": lambda tiny: tiny is LLAMA,  # the sampler sees logits and no model
     "llama and qwen3": lambda tiny: tiny in (LLAMA, QWEN3),  # all keys kept, and some dropped
@@ -51,20 +51,20 @@ MODELS_OF: dict[str, Callable[[Tiny], bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class MatrixTable:
-    """Recipes and features have a name and a description; `recipe.applies_to(feature)` tells which
-    pairs are cells."""
+    """One table of the matrix. Recipes and features have a name and a description;
+    `recipe.applies_to(feature)` says which pairs are cells."""
 
     name: str
-    column: str  # what a feature is called here
-    measures: str  # what the error of a cell is the error of
+    column: str  # what this table calls a feature
+    measures: str  # what a cell's error is measured on
     recipes: tuple[Recipe, ...]
     features: tuple[Any, ...]
-    groups: Callable[[Any, Device], Iterable[GroupSpec]]  # that a feature asks a backend for
+    groups: Callable[[Any, Device], Iterable[GroupSpec]]  # that a feature needs
     judge: Callable[[Recipe, Any, Backend, RunOptions], Judgement]
     gpu_features: tuple[Any, ...] = ()
 
     def features_of(self, device: Device | None) -> tuple[Any, ...]:
-        """Those that a device is asked for; None: any device."""
+        """Returns the features that are judged on a device; None: on any device."""
         on_card = device is None or device.name == "cuda"
         return (*self.features, *self.gpu_features) if on_card else self.features
 
@@ -75,7 +75,7 @@ class MatrixTable:
 def engine_recipe(
     name: str, about: str, counters: list[str], of: str = "decoders", **told: Any
 ) -> Recipe:
-    """An entry of engine_recipes.toml."""
+    """Returns the recipe of an engine_recipes.toml entry."""
     return Recipe(name, about, partial(tell, **told), tuple(counters), MODELS_OF[of])
 
 
@@ -113,7 +113,7 @@ class Cell:
 
     @staticmethod
     def parse(text: str) -> "Cell":
-        """`backend/recipe/feature` as it is printed everywhere."""
+        """Parses `backend/recipe/feature`, as cells are printed everywhere."""
         parts = text.split("/")
         table = TABLE_OF.get(parts[1]) if len(parts) == 3 else None
         if table is None or parts[2] not in {f.name for f in table.features_of(None)}:
@@ -126,14 +126,14 @@ class Cell:
         return TABLE_OF[self.recipe]
 
     def pair(self) -> tuple[Recipe, Any]:
-        """The recipe and the feature themselves."""
+        """Returns the cell's Recipe and its feature (a `Feature` or a `Tiny`)."""
         recipe = next(r for r in self.table.recipes if r.name == self.recipe)
         return recipe, next(f for f in self.table.features_of(None) if f.name == self.feature)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a cell came to. `verdict` is passed, refused, known or failed."""
+    """The outcome of a cell. `verdict` is passed, refused, known or failed."""
 
     cell: Cell
     verdict: str
@@ -147,7 +147,7 @@ class Result:
     device: Device = CPU
 
     def as_json(self) -> dict[str, object]:
-        """The cell as `lab run --json` writes it."""
+        """Returns the cell as `lab run --json` writes it."""
         cell = self.cell
         command = f"lockstep lab run --backend {cell.backend} --recipe {cell.recipe}"
         command += f" --feature {cell.feature}{self.device.flags}"
@@ -156,15 +156,15 @@ class Result:
 
 
 def cells(backends: Sequence[str], device: Device = CPU) -> list[Cell]:
-    """Every cell that makes sense on a device, in the order of the matrix."""
+    """Returns every applicable cell on a device, in the order of the matrix."""
     asked = [(table, f) for table in TABLES for f in table.features_of(device)]
     pairs = [(r.name, f.name) for table, f in asked for r in table.asked(f)]
     return [Cell(backend, recipe, feature) for recipe, feature in pairs for backend in backends]
 
 
 def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
-    """Why the backend does not take this cell, by its own caps, or None. An engine is asked for
-    bits; a recipe with trees needs a backend that has tails."""
+    """Returns the reason why the backend's caps refuse this cell, or None. Engine cells need a
+    backend that promises bits; a recipe with trees needs one that supports tails."""
     recipe, feature = cell.pair()
     if cell.table is ENGINE and not backend.caps.invariances:
         return "it promises no bits, and what an engine must hold are equalities of bits"
@@ -176,7 +176,7 @@ def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
 
 
 def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
-    """Judges one cell; an error of the code under test is a finding, not an end."""
+    """Judges one cell. An exception of the code under test is a finding, not the run's end."""
     backend, device = select.load(cell.backend), options.device
     reason = refusal(cell, backend, device)
     if reason is not None:
@@ -184,7 +184,7 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
     begin = time.perf_counter()
     try:
         j = cell.table.judge(*cell.pair(), backend, options)
-    except Exception as error:  # whatever a broken backend raises belongs into its cell
+    except Exception as error:  # whatever a broken backend raises is a finding of its cell
         j = Judgement()
         name = "plan" if isinstance(error, PlanError) else "raised"
         j.note(name, [f"{type(error).__name__}: {error}"])
@@ -206,9 +206,9 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
 
 
 def settle(result: Result, quick: bool, known: Mapping[str, str] = KNOWN) -> Result:
-    """The verdict in the light of what is known: a known failure is none of the run; one that
-    passes is, until it is taken out. A quick run looks at fewer properties, so a pass proves
-    nothing."""
+    """Applies the known failures to a verdict. A known failure does not fail the run; one that
+    passes does, until it is removed from the list. A quick run checks fewer properties, so a pass
+    there proves nothing."""
     cause = known.get(str(result.cell))
     if cause is None or (quick and result.verdict != "failed"):
         return result
@@ -220,7 +220,7 @@ def settle(result: Result, quick: bool, known: Mapping[str, str] = KNOWN) -> Res
 
 @dataclass(frozen=True)
 class CellTask:
-    """Cells judged one after another in one process, with a bug put back or without."""
+    """Cells that one process judges one after another, with a bug put back or without."""
 
     cells: tuple[Cell, ...]
     options: RunOptions = FULL
@@ -228,8 +228,8 @@ class CellTask:
 
 
 def run(todo: Iterable[Cell], options: RunOptions = FULL, workers: int = 2) -> Iterator[Result]:
-    """Judges cells, as they come: those of a recipe and a feature together, whose story, numbers
-    and answers are made once."""
+    """Judges cells and yields results as they are ready. The cells of one recipe and feature run
+    together: their script, numbers and answers are computed once."""
     pairs = groupby(todo, key=lambda cell: (cell.recipe, cell.feature))
     tasks = [CellTask(tuple(group), options) for _, group in pairs]
     for _, results in run_tasks(tasks, workers):
@@ -239,8 +239,8 @@ def run(todo: Iterable[Cell], options: RunOptions = FULL, workers: int = 2) -> I
 def run_tasks(
     tasks: Sequence[CellTask], workers: int, cell_s: float = CELL_S
 ) -> Iterator[tuple[CellTask, list[Result]]]:
-    """Runs tasks in worker processes, or with 0 of them right here. A task that dies is split, so
-    that the blame lands on one cell."""
+    """Runs tasks in worker processes, or in this one if `workers` is 0. The cells of a task that
+    died are run again one by one, so that the crash is attributed to one cell."""
     if workers < 1:
         yield from ((task, run_task(task)) for task in tasks)
         return
@@ -260,7 +260,7 @@ def run_tasks(
 
 
 def run_task(task: CellTask) -> list[Result]:
-    """What a worker process does. One whose device is lost to a bug makes room for another."""
+    """Judges cells in a worker process. One whose device was lost exits, another takes over."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         try:
             torch.cuda.synchronize()
@@ -271,18 +271,18 @@ def run_task(task: CellTask) -> list[Result]:
 
 
 def case(revert: Revert) -> dict[str, Any]:
-    """A case file as data, without anything measured."""
+    """Returns a case file as data, without measurements."""
     return {key: value for key, value in vars(revert).items() if key != "make"}
 
 
 def put_back(
     chosen: Sequence[Revert], backend: str, workers: int, device: Device = CPU
 ) -> dict[str, Any]:
-    """Every revert in each of its cells. `red`: cells that fail without a bug; `unproven`: bugs
-    that the backend is not proven against, and why."""
+    """Runs every revert in each of its cells. In the result, `red` lists cells that fail without a
+    bug, and `unproven` the bugs that the backend is not proven against, with the reason."""
     begin, todo = time.perf_counter(), list[CellTask]()
     for revert in chosen:
-        reverts.resolve(revert.target)  # a target that vanished ends the run before it begins
+        reverts.resolve(revert.target)  # raises before the run if a target no longer exists
     asked = {revert.name: cells_of(revert, backend, device) for revert in chosen}
     bugs = [(name, c, cell) for name, (where, _) in asked.items() for cell in where for c in BOTH]
     for name, checks, cell in (*dict.fromkeys(("", True, cell) for _, _, cell in bugs), *bugs):
@@ -315,7 +315,7 @@ def put_back(
 
 
 def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str) -> dict[str, Any]:
-    """What became of a bug: killed in every cell, both ways, by which rules and properties."""
+    """Summarizes a revert: whether all cells killed it, and by which rules and properties."""
     rules: dict[str, None] = {}
     by: dict[bool, dict[str, None]] = {checks: {} for checks in BOTH}
     trials = []
@@ -344,14 +344,14 @@ def is_guard(finding: Finding) -> bool:
 
 
 def counts(finding: Finding, revert: Revert, checks: bool) -> bool:
-    """Whether this finding proves that the lab noticed."""
+    """Returns whether this finding proves that the lab noticed the bug."""
     if finding.name in ("raised", "crash"):
         return revert.crash
     return checks or not is_guard(finding)
 
 
 def cells_of(revert: Revert, backend: str, device: Device) -> tuple[tuple[str, ...], str]:
-    """The cells in which a bug must be noticed, and, where there are none, why."""
+    """Returns the cells in which a bug must be noticed, and the reason if there are none."""
     if revert.equivalent:
         return (), ""
     if revert.backend not in ("", backend):

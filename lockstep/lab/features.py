@@ -1,6 +1,6 @@
-"""What a model may ask of the attention layer: features.toml, one feature each, as the groups of a
-small model. Defaults hide bugs: scales are not 1, caps bind, sinks are not 0, and two layers of a
-group differ, so that nothing may be remembered from the layer before."""
+"""Features: what a model may require of attention. Each entry of features.toml becomes the groups
+of a small model. Default values hide bugs, so scales are not 1, caps bind, sinks are not 0, and the
+two layers of a group differ: nothing may be reused from the layer before."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +12,11 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 
 @dataclass(frozen=True)
 class Feature:
-    """`decode` and `encode` say which groups a step of each kind runs."""
+    """A small model's groups; `decode` and `encode` list those that a step of that kind runs."""
 
     name: str
     description: str
-    made_of: tuple[GroupSpec, ...]  # their pages by how much larger they are than others'
+    made_of: tuple[GroupSpec, ...]  # here page_size is a multiple of the harness's
     decode: tuple[int, ...] = (0,)
     encode: tuple[int, ...] = ()
     device: Device = CPU
@@ -30,13 +30,13 @@ class Feature:
 
     @property
     def fresh(self) -> bool:
-        """No cache: whole requests only."""
+        """Whether nothing is cached: every request is computed whole."""
         return all(g.layout is Layout.FRESH for g in self.groups(16))
 
 
 def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any) -> GroupSpec:
-    """A group of two layers, the second a little sharper and with other scales, its pages `pages`
-    times as large as others; `extra` goes to it or to its layers."""
+    """Returns a group of two layers, the second sharper and with other scales. Its pages are
+    `pages` times the harness's page size; `extra` holds fields of the group or its layers."""
     kept, (heads, kv_heads, d_qk) = Layout(layout), sizes[:3]
     own = {k: extra.pop(k) for k in ("window", "kv_dtype", "causal") if k in extra}
     if "sinks" in extra:
@@ -57,7 +57,7 @@ def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any)
 
 
 def feature(name: str, about: str, groups: list[dict[str, Any]], **steps: list[int]) -> Feature:
-    """A line of the table."""
+    """Returns the feature of one line of the table."""
     made_of = tuple(group(**words) for words in groups)
     decode, encode = steps.get("decode", range(len(groups))), steps.get("encode", ())
     return Feature(name, about, made_of, tuple(decode), tuple(encode))
@@ -68,4 +68,4 @@ FEATURES, GPU_FEATURES = (
     tuple(feature(name, **line) for name, line in TABLE[part].items())
     for part in ("features", "gpu_features")
 )
-WINDOW: int = TABLE["features"]["window"]["groups"][1]["window"]  # recipes are around it
+WINDOW: int = TABLE["features"]["window"]["groups"][1]["window"]  # recipes place lengths around it

@@ -1,6 +1,6 @@
-"""What both harnesses stand on. A `Judgement` keeps what was looked at in a cell, by property.
-Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN; a
-write before or behind a buffer, or into an input, shows up as damage."""
+"""What both harnesses are built on. A `Judgement` collects what was checked in a cell, by property.
+`Guarded` hands out every buffer that a backend may touch between bands of canaries, with NaN in
+unwritten memory: a write before or after a buffer, or into an input, is found as damage."""
 
 import math
 from collections import Counter
@@ -18,13 +18,13 @@ from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints
 
 BAND = 64  # elements on either side
-CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # as numbers NaN, as indices far outside
+CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # read as floats NaN, read as indices far out of range
 HELD = table("properties.toml")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One property of one cell: it held, or it did not and `detail` says where."""
+    """One property of one cell: whether it held; `detail` says where not, or what was checked."""
 
     name: str
     held: bool
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass
 class Judgement:
-    """What was found in a cell, by property, its measured error, and what really happened."""
+    """The findings of a cell by property, its measured errors, and counters of what happened."""
 
     faults: dict[str, list[str]] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
@@ -43,44 +43,44 @@ class Judgement:
     counters: Counter[str] = field(default_factory=Counter)
 
     def note(self, name: str, faults: Iterable[str], held: str = "") -> None:
-        """Something was looked at: what speaks against the property, and what it rests on."""
+        """Records a check: `faults` violate the property, `held` is shown if there are none."""
         self.faults.setdefault(name, []).extend(faults)
         self.held[name] = held or self.held.get(name) or HELD.get(name, "")
 
     def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
-        """One thing was looked at: `fault` says what is wrong where it does not hold."""
+        """Records one check of a property: `fault` says what is wrong if `holds` is false."""
         self.note(name, [] if holds else [fault], held)
 
     def require(self, names: Iterable[str]) -> None:
-        """The counters say that what the recipe is about really happened."""
+        """Checks that these counters are above 0: what the recipe is about really happened."""
         missed = [f"{name} is 0" for name in names if not self.counters[name]]
         self.note("paths", missed, ", ".join(names))
 
     def in_words(self) -> list[str]:
-        """All that is wrong."""
+        """Returns every fault, as "property: fault"."""
         return [f"{name}: {fault}" for name, faults in self.faults.items() for fault in faults]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """One per property; what raised comes last."""
+        """One finding per property, an exception that was raised last."""
         names = sorted(self.faults, key=lambda name: name == "raised")
         told = {name: "; ".join(self.faults[name][:3]) for name in names}
         return tuple(Finding(n, not self.faults[n], told[n] or self.held[n]) for n in names)
 
 
 class Guarded:
-    """Hands out tensors with bands around them and remembers what must not change."""
+    """Replaces an arena; hands out tensors between guard bands and detects forbidden changes."""
 
     def __init__(self, device: Device = CPU) -> None:
         self.device = device.place
-        self._kept: list[tuple[str, Tensor, Tensor]] = []  # what it is, as it is, as it was
+        self._kept: list[tuple[str, Tensor, Tensor]] = []  # fault, live bits, their copy
         self.image: Ints = np.zeros(0, np.int32)  # of the last step
-        self.images: dict[int, Tensor] = {}  # by length: as an arena's, always at one address
+        self.images: dict[int, Tensor] = {}  # by length: one address each, as in an arena
 
     def storage(
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A cache storage: poison inside, canaries around."""
+        """Returns a cache storage full of poison, between canaries."""
         return self._between(math.prod(shape), dtype, "storage").view(dtype).view(shape)
 
     def rows(self, values: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ class Guarded:
         return out
 
     def host(self, length: int) -> Ints:
-        """In place of an arena: where a step's image is written, and all that is read must be."""
+        """Replaces `Arena.host`: returns canaries, which the step overwrites with its image."""
         self.image = np.full(length, CANARY[4], np.int32)
         return self.image
 
     def load(self, length: int) -> Tensor:
-        """The image on the device."""
+        """Copies the image to the device and returns it there."""
         if length not in self.images:
             self.images[length] = self._between(length, torch.int32, "plan image")
         bits = self.images[length]
@@ -105,7 +105,7 @@ class Guarded:
         return bits
 
     def damage(self) -> list[str]:
-        """What was written that must not be. Inputs are forgotten after the look."""
+        """Returns forbidden writes, then forgets the inputs and images that it has checked."""
         found = [what for what, now, was in self._kept if not torch.equal(now, was)]
         self._kept = [kept for kept in self._kept if "band" in kept[0] and "input" not in kept[0]]
         return found
@@ -126,7 +126,7 @@ def _int(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_bits(t: Tensor) -> Tensor:
-    """The memory of a tensor as integers: NaN equals itself, -0 does not equal 0."""
+    """Returns a tensor's memory as integers: NaN equals itself, -0 does not equal 0."""
     return t.contiguous().view(_int(t.dtype))
 
 
@@ -135,7 +135,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def poison(pool: Pool, pages: Sequence[int]) -> None:
-    """These pages hold nothing any more: NaN."""
+    """Fills these pages with NaN: they hold no keys any more."""
     for storage in (storage for layer in pool.storages for storage in layer):
         bits = storage.view(_int(storage.dtype))
         bits = bits.view(-1, pool.spec.page_size, *bits.shape[1:])
@@ -143,7 +143,7 @@ def poison(pool: Pool, pages: Sequence[int]) -> None:
 
 
 def shuffle(pools: Iterable[PagePool | None], seed: int) -> None:
-    """Pages are handed out in any order."""
+    """Shuffles each pool's free pages, so that pages are handed out in any order."""
     for g, pool in enumerate(pools):
         if pool is not None:
             np.random.default_rng(seed + 17 * g).shuffle(pool._free)

@@ -1,6 +1,5 @@
-"""What the answer is: float64 attention over logical tokens, and how far a device may be from it.
-The tolerance is derived, not guessed: docs/numerics.md.
-"""
+"""The attention oracle: float64 attention over logical tokens, and how far a device may be from it.
+The tolerance is derived, not guessed: docs/numerics.md."""
 
 from typing import NamedTuple
 
@@ -15,8 +14,8 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 
 U = 2.0**-24
 LAMBDA = 6.0
-LARGEST = {"float8_e4m3": 448.0, "float16": 65504.0}  # beyond it a cache keeps this
-# on a GPU no cache keeps an infinity, which rows that do not see it would multiply by 0
+LARGEST = {"float8_e4m3": 448.0, "float16": 65504.0}  # what a cache clamps to
+# on a GPU no cache stores an infinity, which rows that do not see it would multiply by 0
 GPU_LARGEST = {**LARGEST, "bfloat16": 2.0**100}
 KINDS = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 KINDS["float8_e4m3"] = torch.float8_e4m3fn
@@ -31,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Per token: out [N, heads, d_v], lse [N, heads], and the tolerances. NaN where not a row."""
+    """Per token: out [N, heads, d_v], lse [N, heads], their tolerances. NaN where not a row."""
 
     out: Tensor
     lse: Tensor
@@ -42,7 +41,7 @@ class Answer(NamedTuple):
 def values(
     groups: tuple[GroupSpec, ...], tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[list[Rows]]:
-    """Distinct random values for every token, group and layer, in the dtype of activations."""
+    """Draws random values for every token, group and layer, in the dtype of activations."""
     gen = torch.Generator().manual_seed(seed)
     out = []
     for spec in groups:
@@ -58,8 +57,9 @@ def values(
 
 
 def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
-    """The same values with infinities in those of `tokens`: the first column, and one beyond the
-    first vector of 16. One sign per column, so that a row that sees several still has an answer."""
+    """Returns the same rows with infinities in the values of `tokens`: in the first column, and in
+    one beyond the first vector of 16. One sign per column, so a row that sees several still has an
+    answer."""
 
     def overflow(each: Rows) -> Rows:
         v = each.v.clone()
@@ -71,7 +71,7 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
 
 
 def rounded(kv_dtype: str, x: Tensor, scale: float, device: Device = CPU) -> Tensor:
-    """What a cache keeps of x: the lab's own account of the storage formats, not the pool's."""
+    """Returns what a cache stores for x, by the lab's own account of the storage formats."""
     kept, largest = x.float() / scale, GPU_LARGEST if device.name == "cuda" else LARGEST
     if kv_dtype in largest:
         kept = kept.clamp(-largest[kv_dtype], largest[kv_dtype])
@@ -81,7 +81,7 @@ def rounded(kv_dtype: str, x: Tensor, scale: float, device: Device = CPU) -> Ten
 def stored(
     spec: GroupSpec, attn: AttnSpec, rows: Rows, device: Device = CPU
 ) -> tuple[Tensor, Tensor]:
-    """K and V as the cache gives them back, float64."""
+    """Returns K and V as read back from the cache, in float64."""
     k = rounded(spec.kv_dtype, rows.k, attn.k_scale, device).double() * attn.k_scale
     v = rounded(spec.kv_dtype, rows.v, attn.v_scale, device).double() * attn.v_scale
     return k, v
@@ -90,7 +90,7 @@ def stored(
 def answers(
     feature: Feature, script: Script, rows: list[list[Rows]], unit: float = U
 ) -> list[list[Answer]]:
-    """The answer for every token of the script, per group and layer; `unit` of the activations."""
+    """Returns each token's answer, per group and layer; `unit` is the activations' roundoff."""
     n = len(script.parents)
     out = []
     for g, spec in enumerate(feature.groups(16)):
@@ -112,7 +112,7 @@ def answers(
 
 
 def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[int], list[int]]]:
-    """(begin, path, keys) of group g: rows path[begin:] over keys in position order, each once."""
+    """Returns (begin, path, keys) of group g: rows path[begin:] and their keys, by position."""
     encoders = set(script.encoder_uids.values())
     only_encodes = g in feature.encode and g not in feature.decode
     crosses = g in feature.encode and g in feature.decode
@@ -151,14 +151,14 @@ def _attend(
     delta = off.amax(2).T
     rescales = n // tile_len(spec.d_qk, spec.d_v) + n // SPLIT_LEN + 2
     grain = (LAMBDA * n**0.5 + 2 * rescales + 16) * U
-    narrow = unit if unit > U else 0.0  # float32 rounds within the grain
+    narrow = unit if unit > U else 0.0  # float32's rounding is part of the grain
     out_tol = mass.amax(2) * (2 * delta + 2 * grain + 2 * narrow) + 1e-30
     return out, lse.T, out_tol, delta + grain + 4 * U * lse.T.abs()
 
 
 def weighted(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of weights [h, q, k] times v [k, h, d], and of their sizes; an infinity counts for the
-    rows that see its key, and only there."""
+    """Returns the sums [q, h, d] of weights [h, q, k] times v [k, h, d], and of weights times |v|.
+    An infinity counts only for the rows that see its key."""
     infinite = v.isinf()
     finite = v.masked_fill(infinite, 0.0)
     out, mass = (torch.einsum("hqk,khd->qhd", weights, x) for x in (finite, finite.abs()))

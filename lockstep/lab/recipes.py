@@ -1,9 +1,9 @@
-"""Recipes: the columns of both tables, and the scripts of the attention's, which recipes.toml has:
-what happens to which request, in logical tokens.
+"""Recipes are the columns of both tables. This module turns those of recipes.toml into the scripts
+that the attention harness plays: what happens to which request, in logical tokens.
 
-A token is a number, its `uid`, at the end of exactly one path; its attention output is a function
-of that path alone, whatever the batch, the chunk or the tree it was computed in. A script is a list
-of steps; a step is a list of acts. Scripts know no pages and no tensors.
+A token is a number, its `uid`, at the end of exactly one path. Its attention output is a function
+of that path alone, whatever batch, chunk or tree it was computed in. A script is a list of steps, a
+step a list of acts. Scripts know no pages and no tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,20 @@ from lockstep.types import Layout
 
 @dataclass(frozen=True)
 class Compute:
-    """Rows `uids` of a request after `cached_len` committed keys."""
+    """Computes the rows `uids` of a request after `cached_len` committed keys."""
 
     request: int
     uids: tuple[int, ...]
     cached_len: int
-    keep: int  # so many stay, the rest was rejected
+    keep: int  # how many of the rows stay; the rest are rejected
     parents: tuple[int, ...] | None = None  # the rows are the last nodes of this tree
     emit: tuple[int, ...] | None = None
-    encoder: bool = False  # the request's encoder, whole: writes its cross keys
+    encoder: bool = False  # the request's whole source: writes its cross keys
 
 
 @dataclass(frozen=True)
 class Fork:
-    """`child` continues the first `cached_len` keys of `parent`."""
+    """Makes `child` continue the first `cached_len` keys of `request`."""
 
     request: int
     child: int
@@ -42,7 +42,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Accept:
-    """The tree path `nodes` becomes committed after `cached_len` keys."""
+    """Commits the tree path `nodes` after `cached_len` keys."""
 
     request: int
     nodes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Drop:
-    """The request gives its pages back: it ended, or was preempted."""
+    """The request frees its pages: it ended or was preempted."""
 
     request: int
 
@@ -61,17 +61,17 @@ Act = Compute | Fork | Accept | Drop
 
 @dataclass
 class Script:
-    """A recipe's story while it is written: verbs return acts, `step` puts acts together."""
+    """A recipe's script while it is written: methods return acts, `step` appends a step of acts."""
 
-    split: int = 512  # where the second split begins
-    parents: list[int] = field(default_factory=list)  # of every uid; -1 for a first token
+    split: int = 512  # the position at which the second split begins
+    parents: list[int] = field(default_factory=list)  # each uid's parent uid; -1 for a first token
     owner: list[int] = field(default_factory=list)  # the request that computed a uid first
     encoder_uids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     steps: list[tuple[Act, ...]] = field(default_factory=list)
     committed: dict[int, list[int]] = field(default_factory=dict)
-    trees: dict[int, list[int]] = field(default_factory=dict)  # uids of nodes, while it is open
+    trees: dict[int, list[int]] = field(default_factory=dict)  # node uids of open trees, by request
     lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)  # itself, its parent, ...
-    infinite: list[int] = field(default_factory=list)  # uids of tokens whose values hold infinities
+    infinite: list[int] = field(default_factory=list)  # uids of tokens with infinite values
 
     def open(self) -> int:
         r = len(self.committed)
@@ -84,7 +84,7 @@ class Script:
     def extend(
         self, r: int, n: int, keep: int | None = None, emit: tuple[int, ...] | None = None
     ) -> Compute:
-        """n more tokens; if keep < n, the last ones are rejected and will be written over."""
+        """Adds n tokens to a request; those after the first `keep` are rejected and overwritten."""
         done = self.committed[r]
         uids = self._chain(r, [-1, *done][-1], n)
         act = Compute(r, uids, len(done), n if keep is None else keep, emit=emit)
@@ -92,11 +92,11 @@ class Script:
         return act
 
     def again(self, r: int, n: int) -> Compute:
-        """The first n tokens of a preempted request, computed once more."""
+        """Computes the first n tokens of a preempted request once more."""
         return Compute(r, tuple(self.committed[r][:n]), 0, n)
 
     def tree(self, r: int, parents: tuple[int, ...], new: int | None = None) -> Compute:
-        """Nodes with these parents; only the last `new` are computed, the others were before."""
+        """Computes the last `new` nodes of a tree with these parents; the rest exist."""
         done, nodes = self.committed[r], self.trees.setdefault(r, [])
         for parent in parents[len(nodes) :]:
             above = nodes[parent] if parent >= 0 else [-1, *done][-1]
@@ -111,7 +111,7 @@ class Script:
         return act
 
     def fork(self, r: int) -> Fork:
-        """A new request that continues r."""
+        """Opens a request that continues r."""
         child = self.open()
         self.committed[child] = list(self.committed[r])
         self.lineage[child] = (child, *self.lineage[r])
@@ -120,13 +120,13 @@ class Script:
         return Fork(r, child, len(self.committed[r]))
 
     def encode(self, r: int, n: int) -> Compute:
-        """The encoder of a request: n tokens, the same ones every time."""
+        """Encodes a request's n source tokens, the same uids every time."""
         if r not in self.encoder_uids:
             self.encoder_uids[r] = self._chain(r, -1, n)
         return Compute(r, self.encoder_uids[r], 0, 0, encoder=True)
 
     def path(self, uid: int) -> list[int]:
-        """The tokens a row sees when it sees everything, itself last."""
+        """Returns the tokens that a row sees if it sees everything, itself last."""
         out = []
         while uid >= 0:
             out.append(uid)
@@ -141,7 +141,7 @@ class Script:
 
 
 def alone(script: Script, request: int) -> Script:
-    """The same story with nobody but `request` and those it was forked from."""
+    """Returns the script reduced to `request` and the requests it was forked from."""
     mine = script.lineage[request]
     steps = [
         tuple(a for a in step if a.request in mine and (not isinstance(a, Fork) or a.child in mine))
@@ -151,8 +151,8 @@ def alone(script: Script, request: int) -> Script:
 
 
 def chunked(script: Script, size: int) -> Script:
-    """The same story with every plain computation cut into chunks of `size` rows: each step becomes
-    as many as its longest act has chunks; other acts stay in the first."""
+    """Returns the script with every plain computation cut into chunks of `size` rows. Each step
+    becomes as many steps as its longest act has chunks; other acts stay in the first."""
     steps: list[tuple[Act, ...]] = []
     for step in script.steps:
         lists = [_chunks(act, size) for act in step]
@@ -175,7 +175,7 @@ def _chunks(act: Act, size: int) -> Sequence[Act]:
 
 
 def plain(script: Script) -> Script:
-    """Every token once, each leaf a request of its own, alone, whole, cold: what all must equal."""
+    """Returns the reference script: each leaf's path as a request, alone, whole, cold."""
     out = replace(script, steps=[], lineage={}, encoder_uids={})
     for r, uid in enumerate(leaf_uids(script)):
         path = tuple(script.path(uid))
@@ -191,31 +191,31 @@ def plain(script: Script) -> Script:
 
 
 def leaf_uids(script: Script) -> list[int]:
-    """Tokens that no other token continues."""
+    """Returns the tokens that no other token continues."""
     inner = set(script.parents)
     return [uid for uid in range(len(script.parents)) if uid not in inner]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A column of a table."""
+    """A column of a table of cells."""
 
     name: str
     description: str
-    play: Callable[..., None]  # writes a script, or plays stories on a harness
-    # above 0 afterwards: an equality is worth nothing if its path was not taken
+    play: Callable[..., None]  # writes a Script, or plays stories on a harness
+    # counters that must end above 0: an equality proves nothing if its path was not taken
     required_counters: tuple[str, ...]
-    applies_to: Callable[[Any], bool]  # to a feature, or a model
+    applies_to: Callable[[Any], bool]  # whether it is played on a feature or model
 
 
-# of a step; one without any is new rows alone
+# keys of a step's table; a step without any of them lists new rows only
 VERBS = {"all", "drop", "encode", "fork", "again", "accept", "tree"}
 APPLIES: dict[str, Callable[[Feature], bool]] = {
     "cached": lambda feature: not feature.fresh,
     "uncached": lambda feature: feature.fresh,
     "window": lambda feature: not feature.fresh and any(g.window for g in feature.made_of),
     "encoder": lambda feature: bool(feature.encode),
-    # values of their own: an infinity in a latent row would be one in its key
+    # values stored apart from keys: an infinity in a latent row would be one in its key, too
     "apart": lambda feature: (
         not feature.fresh and all(g.layout is not Layout.LATENT for g in feature.made_of)
     ),
@@ -223,7 +223,7 @@ APPLIES: dict[str, Callable[[Feature], bool]] = {
 
 
 def play(s: Script, steps: Sequence[Any]) -> None:
-    """Steps as recipes.toml has them."""
+    """Writes the steps of a recipes.toml entry into the script `s`."""
     for step in steps:
         told = step if isinstance(step, dict) and VERBS & set(step) else {"all": step}
         acts: list[Act] = [Drop(r) for r in told.get("drop", ())]
@@ -240,7 +240,7 @@ def play(s: Script, steps: Sequence[Any]) -> None:
 
 
 def new_rows(s: Script, counts: Any, told: Mapping[str, Any]) -> list[Compute]:
-    """New rows of requests; those that are not there yet are opened."""
+    """Adds new rows to requests, and opens the requests that do not exist yet."""
     if isinstance(counts, int | str):
         counts = dict.fromkeys(s.committed, counts)
     elif not isinstance(counts, dict):
@@ -267,8 +267,8 @@ RECIPES = tuple(recipe(name, **entry) for name, entry in table("recipes.toml").i
 
 
 def write(recipe: Recipe, feature: Feature) -> Script:
-    """The recipe's script for a feature; with an encoder, each request is encoded first, at odd
-    lengths where the recipe gives none; a fork shares its parent's."""
+    """Returns the recipe's script for a feature. With an encoder, each request is encoded first, at
+    varied (often odd) lengths where the recipe gives none; a fork shares its parent's source."""
     specs, device = feature.groups(16), device_class(feature.device.ops.machine)
     splits = [attention_order(device, spec.d_qk, spec.d_v).splits for spec in specs]
     script = Script(split=max(each.begin(1) for each in splits))
