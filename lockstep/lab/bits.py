@@ -1,12 +1,12 @@
-"""`lockstep lab bits`: models of real shapes, served by every path that an engine may take. How
-many log-probabilities differ in a bit?
+"""`lockstep lab bits`: serves models of real shapes by every path that an engine may take and
+counts the log-probabilities that differ in a bit.
 
-The reference serves all requests at once: whole prompts, nothing cached before, no launch recorded,
-every step settled before the next. A path serves them again in one other way, and counts what shows
-that it was taken: an equality whose path was not taken proves nothing. Paths stand in bits.toml, so
-that one more is one more entry. Weights are drawn from a config alone. Beside the bits stands the
-distance to transformers in a wider dtype, measured when the engine has given back its memory.
-`--small` plays the same on models of a few thousand weights, which CI does.
+The reference serves all requests together: whole prompts, nothing cached before, no launch
+recorded, every step settled before the next. A path serves them again in one other way and counts
+what shows that it was taken: an equality whose path was not taken proves nothing. Paths are entries
+of bits.toml. Weights are drawn from a config alone. The distance to transformers in a wider dtype
+is measured, too, after the engine has freed its memory. `--small` does the same on models of a few
+thousand weights, which CI runs.
 """
 
 import gc
@@ -39,37 +39,37 @@ from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
 MODEL_S = 900.0  # a model that takes longer has hung
-SMALL = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"]  # of the golden ones
-MOST_RATIO = 1.5  # of our distance to that of transformers, in the same dtype
+SMALL = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"]  # of the golden models
+MOST_RATIO = 1.5  # allowed: our distance / that of transformers, in the same dtype
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 Requests = Sequence[tuple[list[int], SamplingParams]]
-Answers = list[NDArray[np.int32]]  # of every request [2, n]: tokens, and bits of their logprobs
-Scores = list[NDArray[np.float32]]  # of every prompt: its tokens but the first
-Found = dict[str, Any]  # what a path or a model came to, as it is published
+Answers = list[NDArray[np.int32]]  # per request [2, n]: tokens, bits of their logprobs
+Scores = list[NDArray[np.float32]]  # per prompt: logprobs of all tokens but the first
+Found = dict[str, Any]  # the published results of a path or a model
 TABLE = table("bits.toml")
 MANY, FEW = TABLE["sizes"].values()
 PATHS: dict[str, Any] = TABLE["paths"]
-ORACLE = "oracle"  # of --speculative, on these shapes
+ORACLE = "oracle"  # the path of --speculative oracle, on these shapes
 ORACLE_SHAPES = ["qwen3-8b", "gemma3-4b", "deepseek-v3"]
 DRAFTED = {"counters": oracle_draft.COUNTERS, "options": oracle_draft.OPTIONS, "overlap": True}
 EVERY_PATH = {**PATHS, ORACLE: DRAFTED}
 
 
 def serve(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
-    """The requests, all given at once."""
+    """Serves the requests, all given together."""
     prompts, params = zip(*requests, strict=True)
     outs = LLM.of(engine).generate(prompts, params)
     return [bits_of(out.token_ids, out.logprobs) for out in outs]
 
 
 def serve_twice(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
-    """The prompts first, for one token each; then all of it, on what is cached."""
+    """Serves the prompts for one token each, then the requests on what is cached."""
     serve(engine, [(prompt, replace(wish, max_tokens=1)) for prompt, wish in requests], want)
     return serve(engine, requests, want)
 
 
 def serve_drafted(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
-    """With drafts that know the answers, and err as often as they are told to."""
+    """Serves with drafts that know the answers and err at a fixed rate."""
     known = {f"#{i}": tokens.tolist() for i, (tokens, _) in enumerate(want)}
     oracle_draft.install(engine, known, oracle_draft.RIGHT)
     have = serve(engine, requests, want)
@@ -78,7 +78,7 @@ def serve_drafted(engine: InstrumentedEngine, requests: Requests, want: Answers)
 
 
 def score(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
-    """The answers of the reference as parts of prompts: log-probabilities of prefill."""
+    """Scores the reference's answers as parts of prompts: log-probabilities of prefill."""
     answers = [tokens.tolist() for tokens, _ in want]
     texts = [[*prompt, *answer] for (prompt, _), answer in zip(requests, answers, strict=True)]
     engine.seen["scored_tokens"] += sum(map(len, answers))
@@ -87,7 +87,7 @@ def score(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answ
 
 
 def prompt_scores(engine: InstrumentedEngine, prompts: Sequence[list[int]]) -> Scores:
-    """Log-probabilities of every token of a prompt but the first; all prompts given at once."""
+    """Returns log-probabilities of all tokens but the first of each prompt, given together."""
     how = SamplingParams(prompt_logprobs=True, seed=0)
     jobs = [engine.add(ids, how, scores_only=True) for ids in prompts]
     while engine.busy:
@@ -96,13 +96,13 @@ def prompt_scores(engine: InstrumentedEngine, prompts: Sequence[list[int]]) -> S
 
 
 def bits_of(token_ids: Sequence[int], logprobs: Any) -> NDArray[np.int32]:
-    """Tokens, and the bits of their log-probabilities; nothing where these never came."""
+    """Returns tokens and the bits of their log-probabilities [2, n], empty if these are missing."""
     if logprobs is None:
         return np.zeros((2, 0), np.int32)
     return np.array([token_ids, np.asarray(logprobs, np.float32).view(np.int32)], np.int32)
 
 
-# of the paths that are more than options
+# how paths that need more than options are served
 SERVE = {"prefix": serve_twice, "prefill = decode": score, ORACLE: serve_drafted}
 
 
@@ -118,7 +118,7 @@ class Job:
 
 
 def requests_of(sizes: Mapping[str, Any], vocab: int) -> Requests:
-    """Sampled, greedy and cut ones, of many lengths; a few share their beginnings."""
+    """Draws sampled, greedy and top-p requests of many lengths; some share their beginnings."""
     rng, out = random.Random(7), []
     stem = [rng.randrange(2, vocab) for _ in range(sizes["prompt"][1])]
     for at in range(sizes["requests"]):
@@ -138,20 +138,20 @@ def requests_of(sizes: Mapping[str, Any], vocab: int) -> Requests:
 
 
 def engine_of(parts: Parts, config: EngineConfig, overlap: bool | None) -> InstrumentedEngine:
-    """A fresh engine, when the one before has given its memory back."""
+    """Returns a fresh engine, after the one before has freed its memory."""
     give_back()
     return InstrumentedEngine(config, parts, overlap)
 
 
 def give_back() -> None:
-    """Memory that nobody names any more."""
+    """Frees memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def play(job: Job) -> Found | isolate.Died:
-    """A model; what it raises is its own fault, and no end of the run."""
+    """Measures a model. An exception counts against it and does not end the run."""
     try:
         return measured(job)
     except Exception as error:
@@ -159,9 +159,9 @@ def play(job: Job) -> Found | isolate.Died:
 
 
 def measured(job: Job) -> Found:
-    """The reference, then every path; the distance beside all but drafts."""
+    """Runs the reference, then every path, and measures the distance, except for drafts."""
     begin, sizes, far = time.perf_counter(), job.sizes, None
-    most = sizes["prompt"][1] + sizes["new"][1]  # tokens of a request
+    most = sizes["prompt"][1] + sizes["new"][1]  # tokens a request has at most
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(job.config), encoding="utf-8")
         plain = EngineConfig(
@@ -193,7 +193,7 @@ def measured(job: Job) -> Found:
 def by_path(
     name: str, size: str, parts: Parts, plain: EngineConfig, requests: Requests, want: Answers
 ) -> Found:
-    """The requests by one path, against the reference."""
+    """Serves the requests by one path and compares them with the reference."""
     begin, path = time.perf_counter(), EVERY_PATH[name]
     options = {"graphs": None, **path.get("options", {}), **path.get(size, {})}
     config = replace(plain, **options)
@@ -214,22 +214,22 @@ def by_path(
 
 
 def differing(have: NDArray[np.int32], want: NDArray[np.int32]) -> int:
-    """Log-probabilities that differ in a bit, or whose tokens do; all of them where one is no
-    number or some never came."""
+    """Counts log-probabilities that differ in a bit or whose tokens differ; all of them if the
+    reference has a NaN or some are missing."""
     if have.shape != want.shape or bool(np.isnan(want[1].view(np.float32)).any()):
         return len(want[0])
     return int((have != want).any(0).sum())
 
 
 def ratio(found: Mapping[str, Any]) -> float:
-    """Our distance by that of transformers."""
+    """Returns our distance divided by that of transformers."""
     return float(found["ours"] / found["theirs"]) if found["theirs"] else float("inf")
 
 
 def distance(job: Job, prompts: Sequence[list[int]], ours: Scores) -> Found:
-    """Root mean squares over all tokens: of our log-probabilities from those of transformers in a
-    wider dtype, and of theirs in our dtype, with the same weights on the same device. In float32
-    nothing is judged: transformers casts to it inside wider models."""
+    """Returns root mean squares over all tokens, with the same weights on the same device: of our
+    log-probabilities, and of transformers' in our dtype, from transformers' in a wider dtype. In
+    float32 nothing is judged: transformers casts to it inside wider models."""
     device = job.device
     weights = {
         name: drawn(device.place, name, shape).to(device.compute).cpu()
@@ -255,13 +255,13 @@ def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
 def transformers_scores(
     job: Job, weights: dict[str, Tensor], dtype: torch.dtype, prompts: Sequence[list[int]]
 ) -> list[NDArray[np.float64]]:
-    """Log-probabilities by transformers in a dtype; it gets the weights as a state dict."""
+    """Returns log-probabilities by transformers in a dtype, given the weights as a state dict."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config, device = job.config, job.device
     stated = {k: v for k, v in config.items() if k not in ("model_type", STATED)}
     stated["use_sliding_window"] = config["sliding_window"] is not None
-    stated["head_dim"] = config.get("qk_rope_head_dim", config["head_dim"])  # of what it rotates
+    stated["head_dim"] = config.get("qk_rope_head_dim", config["head_dim"])  # the rotated part
     theirs = AutoConfig.for_model(config["model_type"], **stated)
     placed = {} if device.place.type == "cpu" else {"device_map": {"": device.place}}
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
@@ -285,7 +285,7 @@ def transformers_scores(
 
 
 def faults(found: Mapping[str, Found], least: Mapping[str, int]) -> list[str]:
-    """What speaks against the claim, in words."""
+    """Describes what contradicts the claim."""
     out = []
     for model, each in found.items():
         for name, path in each["paths"].items():
@@ -307,7 +307,7 @@ def faults(found: Mapping[str, Found], least: Mapping[str, int]) -> list[str]:
 
 
 def totals(found: Mapping[str, Found]) -> Counter[str]:
-    """Log-probabilities of each path, over all models."""
+    """Counts the log-probabilities of each path, over all models."""
     total = Counter[str]()
     for model in found.values():
         for name, path in model["paths"].items():
@@ -316,7 +316,7 @@ def totals(found: Mapping[str, Found]) -> Counter[str]:
 
 
 def command(args: Namespace) -> int:
-    """`lab bits`."""
+    """Runs `lab bits`."""
     drafted = args.speculative == ORACLE
     if args.speculative and not drafted:
         return speculative_bits.command(args)
@@ -334,11 +334,11 @@ def command(args: Namespace) -> int:
     device = Device.of(args.device, args.dtype)
     jobs = [Job(name, every[name], device, sizes, tuple(paths)) for name in names]
     found: dict[str, Found] = {}
-    if args.source is not None:  # the models of an earlier document that are not measured again
+    if args.source is not None:  # keep an earlier document's models that are not measured again
         models = document.read(args.source, "lockstep lab bits", "models", "sizes")["models"]
         found = {name: each for name, each in models.items() if name not in names}
     least = sizes["least"]
-    if len(names) + len(found) < len(every):  # less than a path is judged by
+    if len(names) + len(found) < len(every):  # too few models to judge a path by
         least = {**least, "path": 0}
     died, doc = list[str](), document.head()
     doc |= {"device": asdict(device), "sizes": sizes, "models": found}
@@ -352,7 +352,7 @@ def command(args: Namespace) -> int:
             doc["log_probabilities"] = totals(found)
             doc["faults"] = [*died, *faults(found, least)]
             if args.json not in (None, "-"):
-                document.write(doc, args.json)  # what is there, should a model take too long
+                document.write(doc, args.json)  # partial results, should a model take too long
             bar.step(job.name, gone)
     lines = document.text("bits.txt", doc=doc, paths=paths, ratio=ratio)
     document.publish(args, doc, lines)

@@ -1,9 +1,9 @@
-"""Runs stories on whole engines, in hostile surroundings, and compares every request with its
+"""Plays stories on whole engines, in hostile surroundings, and compares every request with its
 recomputation.
 
-A story is a list of orders and, if it likes, somebody who disturbs the engine between steps. What
-is wrong is noted under the property that it breaks; an exception ends the story, not the comparison
-of what came out before. One harness serves one cell; recipes are handed it as `rig`.
+A story is a list of orders and, optionally, a function that disturbs the engine between steps. A
+fault is noted under the property that it violates. An exception ends the story, but what was
+answered before is still compared. One harness serves one cell; recipes receive it as `rig`.
 """
 
 from collections import Counter
@@ -39,16 +39,16 @@ Streams = dict[Generation, list[Chunk]]
 Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
 SPACE = Letters.TOKENS.index(b" ")
-CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
-STEPS = 2000  # a story that takes longer does not end
+CLOSE = 1e-6  # allowed per embedding element: float32 against the row normalized in float64
+STEPS = 2000  # a story that takes more is reported as endless
 
 
 class Injected(Exception):
-    """An error that a story put into a step: the story goes on."""
+    """An error that a story injects into a step; the story continues after it."""
 
 
 class InstrumentedEngine(Engine):
-    """Counts what its steps are, shows them to its `watchers`, and finds poison in its cache."""
+    """Counts what its steps do, shows them to its `watchers`, and can poison its unused pages."""
 
     def __init__(self, config: EngineConfig, made: Parts, overlap: bool | None = False) -> None:
         super().__init__(config, made, overlap)
@@ -60,13 +60,13 @@ class InstrumentedEngine(Engine):
         shuffle(self.scheduler.pools, seed=1)
 
     def poison(self) -> None:
-        """NaN into every page that nobody holds."""
+        """Writes NaN into every page that no request or cache entry holds."""
         for pages, pool in zip(self.scheduler.pools, self.runner.pools, strict=True):
             if pages is not None and pool is not None:
                 poison(pool, np.flatnonzero(pages.refs == 0).tolist())
 
     def finish(self) -> None:
-        """Steps until nothing is left."""
+        """Steps until no request is left."""
         while self.busy:
             self.poison()
             self.step()
@@ -118,31 +118,31 @@ class EngineHarness(Judgement):
         self.parts = replace(parts(tiny, backend, self.device), draft=drafts(tiny, self.device))
         self.oracle = Recompute(self.parts)
         self.oracles = {self.device.dtype: self.oracle}  # by the dtype of the cache
-        # what the oracle says, for the plain model to judge
+        # the oracle's numbers, which the plain model judges at the end
         self.values = Values(checkpoint(tiny, self.device), self.device)
-        self.watchers: list[Watcher] = []  # of every engine
-        self.drafted: dict[Any, Any] = {}  # what was proposed so far, by algorithm and width
-        self.embedded: dict[Any, Any] = {}  # by prompt
-        self.ended: list[int] = []  # requests of the last story, as they ended
+        self.watchers: list[Watcher] = []  # attached to every engine
+        self.drafted: dict[Any, Any] = {}  # drafts so far, by algorithm and width
+        self.embedded: dict[Any, Any] = {}  # first embedding of each prompt
+        self.ended: list[int] = []  # indices of the last story's requests, in order of their ends
 
     def engine(
         self, overlap: bool = False, draft: Sequence[str] = (), **options: Any
     ) -> InstrumentedEngine:
-        """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
+        """Returns a fresh engine. By default it has pages of 8 and room for every request."""
         sizes = {"page_size": 8, "max_total_tokens": 1024, "max_running_requests": 16}
         given = {"context_length": CONTEXT, "kv_cache_dtype": self.device.dtype, **sizes}
         for name in draft:
             given |= DRAFTS[name]
         given |= options
-        if not self.parts.backend.caps.graphs:  # the same steps, and no launch is recorded
+        if not self.parts.backend.caps.graphs:  # then no launch is recorded
             given.pop("graphs", None)
         return self.engine_of(EngineConfig.from_names(given), overlap)
 
     def engine_of(
         self, config: EngineConfig, overlap: bool = False, adaptive: bool = False
     ) -> InstrumentedEngine:
-        """A fresh engine of this configuration; with `overlap` it settles steps one step late. An
-        `adaptive` draft is as deep as it pays: it does depend on what was right before."""
+        """Returns a fresh engine of this configuration; with `overlap` it settles steps one step
+        late. An `adaptive` draft chooses its depth by earlier acceptance, so it is not recorded."""
         config = replace(config, device=self.device.name, dtype=self.device.dtype)
         made = InstrumentedEngine(config, self.parts, overlap)
         made.runner.checks = self.options.checks
@@ -169,7 +169,7 @@ class EngineHarness(Judgement):
         except Exception as error:  # whatever broken code raises ends the story
             self.note("raised", [f"{type(error).__name__}: {error}"])
         self._asked(engine)
-        dtype = engine.config.kv_cache_dtype  # what it makes of keys is part of the question
+        dtype = engine.config.kv_cache_dtype  # its rounding of keys changes the answer
         if dtype not in self.oracles:
             self.oracles[dtype] = Recompute(self.parts, dtype)
         oracle = self.oracles[dtype]
@@ -234,7 +234,7 @@ class EngineHarness(Judgement):
         self._audit(engine)
 
     def _asked(self, engine: InstrumentedEngine) -> None:
-        """Limits, a cache that is not wanted, its dtype: what no answer shows."""
+        """Checks what no answer shows: limits, a disabled prefix cache, the cache's dtype."""
         above, limit = engine.seen["above_limit"], engine.config.max_running_requests
         fault = f"{above} steps with more than {limit} requests"
         self.check("limit", not above, fault, f"never more than {limit} at once")
@@ -247,7 +247,7 @@ class EngineHarness(Judgement):
             self.check("rounded", held == {KINDS[dtype]}, f"{dtype}: the cache has {held}")
 
     def _audit(self, engine: InstrumentedEngine) -> None:
-        """A page taken by nobody, in each group in turn: the account must miss it."""
+        """Leaks a page of each group in turn: the engine's own account must report it."""
         for g, pool in enumerate(engine.scheduler.pools):
             if pool is None or not pool.free:
                 continue
@@ -265,7 +265,7 @@ class EngineHarness(Judgement):
         want = oracle.completions(seeded, [c.token_ids for c in out.completions])
         begin, source = oracle.placed(order.prompt)
         for have, answer in zip(out.completions if want else (), want, strict=True):
-            # whose bits are compared is compared in value with the plain model at the end
+            # compared in bits here, and by value with the plain model at the end
             ids, told = (*begin, *answer.token_ids), (answer.logprobs, answer.best)
             self.values.claim(ids, len(begin), *told, source, oracle.kv_dtype)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
@@ -281,7 +281,7 @@ class EngineHarness(Judgement):
         return found + self._scores(who, job, order, oracle)
 
     def _compare_text(self, job: Generation) -> None:
-        """The text of every completion is that of all its tokens."""
+        """Checks that every completion's text is the text of all its tokens."""
         for c in job.output("").completions:
             want, stopped = self.oracle.text(job.prompt_ids, c.token_ids, job.params)
             self.check("text", c.text == want, f"{c.text!r} is not {want!r}")
@@ -295,7 +295,7 @@ class EngineHarness(Judgement):
             )
 
     def _compare_items(self, job: Generation, order: Order) -> None:
-        """The first item was generated once."""
+        """Checks items' tokens and scores; the first item repeats an answer that was generated."""
         done = job.output("").completions
         ids = [c.token_ids for c in done]
         self.check("items", ids == list(order.items), f"the items' tokens became {ids}")
@@ -306,7 +306,7 @@ class EngineHarness(Judgement):
         self.check("items", same, "an item is not the generation it repeats")
 
     def _compare_embedding(self, job: Generation) -> None:
-        """It is the last row's, and has the same bits in every step."""
+        """Checks that it is the last row's, with the same bits in every step."""
         who, have = f"the embedding of {len(job.prompt_ids)} tokens", job.embedding
         if have is None:
             self.note("embedding", [f"{who} never came"])
@@ -337,7 +337,7 @@ class EngineHarness(Judgement):
         return [] if same else [f"{who}: the prompt's best tokens differ"]
 
     def item_scores(self, prompt: tuple[int, ...], item: tuple[int, ...]) -> Any:
-        """Log-probabilities of an item behind a prompt, computed whole."""
+        """Returns the log-probabilities of an item after a prompt, computed whole."""
         begin, source = self.oracle.placed(prompt)
         ids = (*begin, *item)
         scores = self.oracle.scores(ids, source)[0][len(begin) - 1 :]
@@ -346,7 +346,7 @@ class EngineHarness(Judgement):
 
 
 def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
-    """Where what was streamed is not what the answer says at the end."""
+    """Describes where the streamed chunks differ from the final answer."""
     found = []
     for completion in job.output("").completions if job.done and stream else ():
         mine = [c for c in stream if c.index == completion.index]
@@ -362,7 +362,7 @@ def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
 
 
 def same_bits(have: Any, want: Any) -> bool:
-    """A NaN equals nothing, nor does what never came: who is wrong alike does not agree."""
+    """Compares float32 bits. A NaN or a missing value equals nothing, so shared errors differ."""
     if have is None or want is None:
         return False
     a, b = np.asarray(have, np.float32), np.asarray(want, np.float32)
@@ -370,7 +370,7 @@ def same_bits(have: Any, want: Any) -> bool:
 
 
 def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> Judgement:
-    """Plays a recipe, and judges the values of what came out by the plain float64 model."""
+    """Plays a recipe, then judges the values by the plain float64 model."""
     rig = EngineHarness(tiny, backend, options)
     recipe.play(rig, options.quick)
     found = rig.values.verdict()

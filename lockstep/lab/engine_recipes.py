@@ -1,11 +1,10 @@
-"""The recipes of the engine's cells: what may happen to a request in a serving engine, none of
-which may change a bit of its answer; and what was asked for, which must be done, or said why not.
-They stand in engine_recipes.toml; `tell` plays the stories there, and what needs more than stories
-is a function here.
+"""The recipes of the engine's cells: what may happen to a request in a serving engine without
+changing a bit of its answer, and options that must take effect or be refused. They are entries of
+engine_recipes.toml, whose stories `tell` plays; what needs more than stories is a function here.
 
-A harness compares every request with its recomputation; a recipe looks at what else must hold.
-Lengths sit one below, at and above a page. An option that is dropped on the way changes no bit and
-raises nothing: recipes look at what an option is for, and at what is exactly full, or one beyond.
+The harness compares every request with its recomputation; a recipe checks what else must be true.
+Lengths are one below, at and above a page. An option that is dropped on the way changes no bit and
+raises nothing, so recipes check its effect, and sizes that are exactly full or one beyond.
 """
 
 from collections import Counter
@@ -36,34 +35,34 @@ from lockstep.run.kind import GENERATE
 from lockstep.run.step import Arena
 from lockstep.sample.params import SamplingParams
 
-Options = dict[str, Any]  # of an engine
-Entries = Sequence[Any]  # of engine_recipes.toml
+Options = dict[str, Any]  # engine options
+Entries = Sequence[Any]  # entries of engine_recipes.toml
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
 PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
-EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
+EXPERTS = (4, 16, 17, 24, 64)  # up to 16, torch's unstable sort happens to be stable
 
 
 @dataclass(frozen=True)
 class Story:
     """An entry of `stories` in engine_recipes.toml."""
 
-    name: str  # the property that it looks at
-    engines: Sequence[Options] = ({},)  # a fresh one of each for the whole story
-    orders: Sequence[int] = ()  # these, in this order; without any, all
-    at: Sequence[int] | int = ()  # when each of them is given, or so many steps apart
-    aborts: Sequence[tuple[int, int]] = ()  # (which of them, before which step)
+    name: str  # the property that is checked
+    engines: Sequence[Options] = ({},)  # the story runs once per entry, on a fresh engine
+    orders: Sequence[int] = ()  # indices in playing order; empty: all
+    at: Sequence[int] | int = ()  # the step at which each arrives, or the steps between them
+    aborts: Sequence[tuple[int, int]] = ()  # (index, step before which it is aborted)
     alone: bool = False  # each order on an engine of its own
-    preempt: bool = False  # everybody, or one, loses its pages after every second step
-    counted: Mapping[str, str] = field(default_factory=dict)  # what its counters are besides
-    raises: Sequence[int] = ()  # calls of attention that fail, with some layers written
-    ends: Sequence[int] = ()  # how the requests end, one after the other
-    hits: Sequence[int] = ()  # tokens of each prompt that are found in a cache
-    distinct: bool = False  # completions differ, and are those of their numbers alone
-    replays: int = 0  # at least so many steps are replays of launches
-    complete: bool = False  # every request is taken in, and ends
-    rule: str = ""  # that the engine states instead
-    full: bool = False  # not in a quick run
+    preempt: bool = False  # every second step, all requests or one are preempted
+    counted: Mapping[str, str] = field(default_factory=dict)  # counter -> a second name for it
+    raises: Sequence[int] = ()  # calls of `attend` that raise, with some layers written
+    ends: Sequence[int] = ()  # the order in which the requests must end
+    hits: Sequence[int] = ()  # cached tokens that each prompt must find
+    distinct: bool = False  # completions differ, and depend on their index alone
+    replays: int = 0  # the least number of replayed launches
+    complete: bool = False  # every request is accepted, and ends
+    rule: str = ""  # the RuleError that the engine raises instead
+    full: bool = False  # skipped in a quick run
 
     def chosen(self, orders: Sequence[Order]) -> list[Order]:
         chosen = [orders[i] for i in self.orders or range(len(orders))]
@@ -78,7 +77,7 @@ class Story:
 
     def play(self, rig: EngineHarness, orders: Sequence[Order], engine: Options) -> None:
         chosen = self.chosen(orders)
-        if rig.oracle.encoder is not None:  # nobody scores a source, and it is read whole
+        if rig.oracle.encoder is not None:  # a source is not scored, and is read whole
             chosen = [order for order in chosen if order.params.prompt_logprobs is None]
             rows = max(len(order.prompt) for order in chosen)
             if engine.get("chunked_prefill_size", rows) < rows:
@@ -88,7 +87,7 @@ class Story:
             self.judge(rig, group, rig.engine(**{**engine, **options}))
 
     def judge(self, rig: EngineHarness, orders: list[Order], engine: InstrumentedEngine) -> None:
-        """The story on one engine, and what else it looks at."""
+        """Plays the story on one engine and checks what else it states."""
         if self.rule:
             self._refused(rig, orders[0], engine)
             return
@@ -116,17 +115,17 @@ class Story:
             self._replayed(rig, engine)
 
     def _refused(self, rig: EngineHarness, order: Order, engine: InstrumentedEngine) -> None:
-        """The engine says by its rule that an order is too large for it."""
+        """Checks that the engine refuses an order that is too large, by its rule."""
         try:
             order.given_to(engine)
             engine.finish()
             rig.note(self.name, [f"nobody said that {self.rule}"])
-        except Exception as error:  # one of another kind than the rule's is what is looked for
+        except Exception as error:  # any error but the rule's is a fault
             said = f"{type(error).__name__}: {error}"
             rig.check(self.name, said.startswith(f"RuleError: {self.rule}"), said)
 
     def _distinct(self, rig: EngineHarness, jobs: Sequence[Generation]) -> None:
-        """Completions of one prompt differ; by its number each is the same whoever asks for it."""
+        """Checks that completions of a prompt differ, and that each depends on its index alone."""
         known: dict[tuple[Any, int], Any] = {}
         for job in jobs:
             done = job.output("").completions
@@ -137,9 +136,9 @@ class Story:
                 rig.check(self.name, same, f"completion {c.index} is another one alone")
 
     def _replayed(self, rig: EngineHarness, engine: InstrumentedEngine) -> None:
-        """Most steps are replays of a launch that was recorded with other lengths and slots."""
+        """Checks that enough steps replay a launch recorded with other lengths and slots."""
         replays, least = engine.seen["replays"], self.replays
-        if engine.on_gpu:  # a graph holds a decoding step; a tape any
+        if engine.on_gpu:  # graphs hold only decoding steps, tapes any step
             least //= 2
         enough = replays >= least or not engine.runner.graphs
         rig.check(self.name, enough, f"{replays} replays")
@@ -153,7 +152,7 @@ def tell(
     engine: Options | None = None,
     play: str = "",
 ) -> None:
-    """A recipe: its stories, on engines that have `engine` in common, then what it names."""
+    """Plays a recipe: its stories, on engines with the options `engine`, then function `play`."""
     made: list[Order] = []
     for entry in orders:
         given = {"tokens": entry[0], "params": entry[1]} if isinstance(entry, list) else {**entry}
@@ -176,7 +175,7 @@ def order(
     but: Options | None = None,
     **rest: Any,
 ) -> Order:
-    """An entry of `orders`. One that is `open` ends with the context."""
+    """Returns the Order of an entry of `orders`. One that is `open` ends with the context."""
     wish = replace(PARAMS[params], **(but or {}))
     if rest.pop("open", False):
         wish = replace(wish, max_tokens=None)
@@ -185,7 +184,7 @@ def order(
 
 
 def behind(first: Order, answer: Answer, order: Order) -> Order:
-    """The order behind another's prompt and answer, or with that answer among its items."""
+    """Returns `order` after another's prompt and answer, or with the answer among its items."""
     said = tuple(answer.token_ids)
     if order.items:
         items = (said, said[:1], *order.items)
@@ -196,7 +195,7 @@ def behind(first: Order, answer: Answer, order: Order) -> Order:
 
 
 def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
-    """Everybody, or one, loses its pages."""
+    """Preempts every running request, or one, alternating."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     many = {0: len(running), 2: 1}.get(step % 4, 0)
     for request in running[:many]:
@@ -216,11 +215,11 @@ def stream(rig: EngineHarness, quick: bool) -> None:
         rig.play("stream", rig.engine(), [stopped])
         last = rig.oracle.text(order.prompt, ids[:12], order.params)[0][-1:]
         held = replace(order, params=replace(order.params, max_tokens=12, stop=last + "~"))
-        rig.play("stream", rig.engine(), [held, order])  # one ends with text held back, one goes on
+        rig.play("stream", rig.engine(), [held, order])  # one ends with text held back
 
 
 def failing(backend: Backend, calls: Collection[int]) -> Backend:
-    """A backend that raises at the given calls of `attend`, and is what it was otherwise."""
+    """Returns the backend, altered to raise at the given calls of `attend`."""
     made, number = copy(backend), count()
 
     def attend(*args: Any) -> Any:
@@ -233,14 +232,14 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
 
 
 def ends(rig: EngineHarness, quick: bool) -> None:
-    """At the first stop string from min_tokens on, at stop tokens."""
+    """Checks ends at the first stop string from min_tokens on, and at stop tokens."""
     stories = []
     for seed in (62, 64):
         order = Order(words(11, seed), replace(PLAIN, max_tokens=16))
         (plain,) = rig.play("end", rig.engine(), [order])
         ids = plain.output("").token_ids
         kinds = []
-        for at in range(2, 9 if quick else 13):  # a stop string that token number `at` brings
+        for at in range(2, 9 if quick else 13):  # a stop string that token number `at` completes
             stop = Letters.spell(ids[at - 1 : at])
             if stop.isascii() and stop:
                 kept = replace(order.params, stop=stop.decode())
@@ -254,7 +253,7 @@ def ends(rig: EngineHarness, quick: bool) -> None:
 
 
 def texts(rig: EngineHarness, quick: bool) -> None:
-    """As users call it: a prompt has its special tokens, an item that follows one has none."""
+    """Checks calls with text: a prompt gets its special tokens, an item that follows gets none."""
     llm = LLM.of(rig.engine())
     letters, text, items = Letters(), "the end", (" of it", "s", "in é")
     begin = tuple(letters.encode(text))
@@ -271,7 +270,7 @@ def texts(rig: EngineHarness, quick: bool) -> None:
 
 
 def folder(rig: EngineHarness, quick: bool) -> None:
-    """The weights' own bits, and end tokens by generation_config.json before config.json."""
+    """Checks a model from a folder: its bits, and end tokens by generation_config.json first."""
     order = Order(words(13, 80), replace(PLAIN, max_tokens=24))
     (free,) = rig.oracle.completions(order)
     end = free.token_ids[7]
@@ -295,7 +294,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
 
 
 def capacity(rig: EngineHarness, quick: bool) -> None:
-    """Arenas and buckets that are just large enough, and just not."""
+    """Checks that arenas and buckets of exactly the needed size work, and smaller ones do not."""
     order = Order(words(21), replace(GREEDY, max_tokens=4))
     # a graph keeps the arena that it was captured with
     roomy, *engines = (rig.engine(graphs=False) for _ in range(5))
@@ -313,7 +312,7 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
 
 
 def routes(rig: EngineHarness, quick: bool) -> None:
-    """Routers of every kind, with scores that are often equal, against a sort by score and id."""
+    """Checks routers of every kind, on scores with many ties, against a sort by score and id."""
     gen = torch.Generator().manual_seed(5)
     for experts in EXPERTS:
         logits = torch.randint(0, 4, (40, experts), generator=gen).float()

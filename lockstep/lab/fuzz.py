@@ -1,11 +1,10 @@
-"""Random traces of a whole engine, every request compared with its recomputation: tokens and
+"""Random traces of a whole engine: every request is compared with its recomputation, tokens and
 log-probabilities, bit for bit.
 
-A trace is a hostile configuration of one tiny model and a list of arrivals and aborts: a function
-of its number. What is switched on in it is drawn apart, so that old numbers keep their arrivals,
-and so are the seconds by which half of the traces choose how deep to guess.
-Requests come from a fixed menu, so that each is recomputed once per process. `lockstep lab fuzz`
-runs many, tests run some.
+A trace is a hostile configuration of one tiny model and a list of arrivals and aborts, a function
+of its number. Its switches, and the clock by which half of the traces choose their draft depth, are
+drawn separately, so that old numbers keep their arrivals. Requests are taken from a fixed menu, so
+each is recomputed once per process. `lockstep lab fuzz` runs many, tests run some.
 """
 
 import random
@@ -29,33 +28,33 @@ from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB
 from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
-MENU = 48  # different requests
+MENU = 48  # number of different requests
 PARAMS = table("fuzz_requests.json")["params"]
-# each on in half of the traces, independently: rows and requests that are padding; several buckets;
-# steps that are settled when the next one has been launched
+# each on in half of the traces, independently: padding rows and requests; several buckets; steps
+# settled after the next one was launched
 SWITCHES = ("padding", "buckets", "late settling")
-DRAFTS = (NGRAM, CHAIN, TREE, EAGLE, EAGLE3, EAGLE3_TREE)  # of half of all requests
-GUESSED = ("accepted_drafts", "rejected_drafts")  # in each hundred traces
-SHRINK = 200  # smaller traces that are tried
-RECORDED = 16  # buckets; on a GPU more are not captured ahead
-TRACE_S = 600.0  # a trace that takes longer, shrunk and all, has hung
+DRAFTS = (NGRAM, CHAIN, TREE, EAGLE, EAGLE3, EAGLE3_TREE)  # for half of all requests
+GUESSED = ("accepted_drafts", "rejected_drafts")  # must occur in each hundred traces
+SHRINK = 200  # how many smaller traces are tried
+RECORDED = 16  # with more buckets than this, a GPU captures no graphs
+TRACE_S = 600.0  # a trace that takes longer, shrinking included, has hung
 
-Played = tuple[list[str], Counter[str]]  # what was wrong, and what happened
+Played = tuple[list[str], Counter[str]]  # faults, and counters of what happened
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The engine's configuration, and who arrives and leaves when."""
+    """The engine's configuration, and which requests arrive and are aborted when."""
 
     config: EngineConfig
-    orders: tuple[Order, ...]  # by step; its seed is an order's number on the menu
+    orders: tuple[Order, ...]  # by step; an order's seed is its number on the menu
     switches: tuple[str, ...]
-    adaptive: bool  # drafts are as deep as it pays, by a clock that is drawn
+    adaptive: bool  # draft depth adapts, by a clock that is drawn
 
 
 @lru_cache(maxsize=1)
 def rig(backend: str = "cpu", device: Device = CPU) -> EngineHarness:
-    """One per process: it remembers what every request of the menu comes to."""
+    """Returns this process's harness, which remembers the answer of every request on the menu."""
     return EngineHarness(QWEN3, select.load(backend), RunOptions(device=device))
 
 
@@ -65,7 +64,7 @@ def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def menu() -> tuple[Order, ...]:
-    """Requests that share prefixes of every length, with all kinds of parameters."""
+    """Returns requests that share prefixes of every length, with all kinds of parameters."""
     rng = random.Random(11)
     stems, orders = [drawn(rng, n) for n in (70, 40, 33, 16)], list[Order]()
     for i in range(MENU):
@@ -78,7 +77,7 @@ def menu() -> tuple[Order, ...]:
 
 
 def draw(seed: int) -> Trace:
-    """Trace number `seed`."""
+    """Returns trace number `seed`."""
     rng = random.Random(seed)
     config = EngineConfig(
         page_size=rng.choice((1, 2, 4, 16)),
@@ -105,7 +104,7 @@ def draw(seed: int) -> Trace:
 
 
 def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
-    """The configuration with these switches on. Buckets without padding are of every size."""
+    """Returns the configuration with these switches on. Buckets without padding have every size."""
     most = max(config.chunked_prefill_size, config.max_running_requests)
     powers = [2**k for k in range(most.bit_length()) if 2**k < most]
     sizes: tuple[int, ...] | None = tuple(range(1, most + 1)) if "buckets" in on else None
@@ -115,7 +114,7 @@ def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
 
 
 def play(seed: int, backend: str = "cpu", device: Device = CPU) -> Played:
-    """Runs a trace; what was wrong, and what happened in it. A failing one is shrunk."""
+    """Runs a trace and returns its faults and counters. A failing one is shrunk."""
     trace = draw(seed)
     found, happened = run(trace, rig(backend, device))
     if found:
@@ -125,7 +124,7 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> Played:
 
 
 def run(trace: Trace, mine: EngineHarness) -> Played:
-    """One trace; an error of the engine is a fault of it."""
+    """Runs one trace on `mine`; an exception of the engine is a fault."""
     mine.faults, mine.counters, mine.drafted = {}, Counter(), {}
     late, config = "late settling" in trace.switches, trace.config
     if mine.device != CPU and len(config.bucket_sizes or ()) > RECORDED:
@@ -141,7 +140,7 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
 
 
 def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
-    """The fewest arrivals and aborts that still fail, as far as they are found."""
+    """Returns the smallest failing part of the trace that was found."""
     from hypothesis import find, settings
     from hypothesis import strategies as st
     from hypothesis.errors import NoSuchExample
@@ -166,7 +165,7 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
 
 
 def command(args: Namespace) -> int:
-    """`lab fuzz`: in processes that may die."""
+    """Runs `lab fuzz`, in worker processes that may die."""
     begin, seeds = time.perf_counter(), range(args.first, args.first + args.traces)
     device = Device.of(args.device, args.dtype)
     play_one = partial(play, backend=args.backend, device=device)

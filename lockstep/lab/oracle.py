@@ -112,7 +112,7 @@ def answers(
 
 
 def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[int], list[int]]]:
-    """Returns (begin, path, keys) of group g: rows path[begin:] and their keys, by position."""
+    """Returns (begin, path, keys) of group g: rows path[begin:], once each; keys by position."""
     encoders = set(script.encoder_uids.values())
     only_encodes = g in feature.encode and g not in feature.decode
     crosses = g in feature.encode and g in feature.decode

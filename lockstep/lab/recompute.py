@@ -1,8 +1,8 @@
-"""The answer to a request by the plainest means: the whole sequence, alone, in one step that keeps
-nothing; for every token again, unless what an engine answered turns out to be right.
+"""The engine's oracle: each request's answer by the plainest means. The whole sequence is computed
+alone, in one step that keeps nothing; for every token again, unless an engine answered right.
 
-What the engine answers must have these bits. It runs the engine's own layers, so both may be wrong
-alike: its values are judged by `values`, with the plain models.
+The engine must answer with these bits. The oracle runs the engine's own layers, so both may share
+an error: `values` judges the numbers with the plain models.
 """
 
 import codecs
@@ -37,10 +37,10 @@ class Order:
     abort: int | None = None  # the step before which it is aborted
     tenant: str = ""
     priority: int = 0
-    score: bool = False  # log-probabilities of the prompt, no new token
-    embed: bool = False  # its embedding, no new token
-    items: tuple[Ids, ...] = ()  # log-probabilities of these behind the prompt
-    generated: tuple[float, ...] = ()  # those of its last tokens, or first item, as generated
+    score: bool = False  # wants log-probabilities of the prompt, no new token
+    embed: bool = False  # wants its embedding, no new token
+    items: tuple[Ids, ...] = ()  # wants log-probabilities of these after the prompt
+    generated: tuple[float, ...] = ()  # as generated before: of its last tokens, or first item
 
     def given_to(self, engine: Engine) -> Generation:
         if self.items:
@@ -57,7 +57,7 @@ class Order:
 
 @dataclass(eq=False)
 class Answer:
-    """One completion: tokens, log-probabilities, best tokens beside each, why it ended."""
+    """One completion: tokens, log-probabilities, best tokens per position, finish reason."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -66,19 +66,19 @@ class Answer:
 
 
 class Recompute:
-    """Answers for one model and backend; each completion is computed once and remembered. Keys are
-    kept only with a `kv_dtype` that rounds them, in pages of one request."""
+    """The answers of one model and backend; each completion is computed once and remembered. Keys
+    are stored only with a `kv_dtype` that rounds them, in pages of one request."""
 
     def __init__(self, parts: Parts, kv_dtype: str = "") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.kv_dtype, self.ops = kv_dtype, parts.model.ops
-        own = str(self.ops.dtype).removeprefix("torch.")  # what rounds nothing
+        own = str(self.ops.dtype).removeprefix("torch.")  # the dtype that rounds nothing
         self.kinds = {
             name: replace(kind, specs=tuple(map(self._spec, kind.specs)))
             for name, kind in kinds_of(parts.model, kv_dtype=own).items()
         }
         self.encoder = self.kinds.get(ENCODE)
-        # plainly, a source's alone: a decoder reads its rows
+        # without `kv_dtype` only cross groups have pages: a decoder reads its source's rows
         specs = group_specs(self.kinds.values())
         pages = [0 if spec.layout is Layout.FRESH else CONTEXT for spec in specs]
         self.driver = StepDriver(self.kinds, pages, parts.backend)
@@ -86,23 +86,23 @@ class Recompute:
         self._scored: dict[tuple[Ids, Ids, int], tuple[Floats, list[Top]]] = {}
 
     def placed(self, prompt: Ids) -> tuple[Ids, Ids]:
-        """(what a decoder begins with, what its encoder reads)."""
+        """Returns (the ids that the decoder begins with, the ids that the encoder reads)."""
         if self.encoder is None:
             return prompt, ()
         return (self.info.decoder_start_token_id or 0,), prompt
 
     def logits(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-        """float32 [len(ids), vocabulary]: of a sequence that is computed whole."""
+        """Returns float32 [len(ids), vocabulary] of a sequence that is computed whole."""
         return self.model.logits(self.hidden(ids, source))
 
     def embedding(self, prompt: Sequence[int]) -> NDArray[np.float64]:
-        """[d]: the last row of a prompt, of length 1."""
+        """Returns [d]: the last row of a prompt, scaled to length 1."""
         row = self.hidden(prompt)[-1].double().cpu().numpy()
         unit: NDArray[np.float64] = row / np.sqrt((row * row).sum())
         return unit
 
     def hidden(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-        """float32 [len(ids), d]: the rows that logits are made of."""
+        """Returns float32 [len(ids), d]: the final hidden states."""
         request = self.driver.request()
         if self.encoder is not None:
             self.driver.step(self.encoder, [Share(request, source)])
@@ -119,7 +119,7 @@ class Recompute:
         return replace(spec, layout=Layout.FRESH, kv_dtype="float32")  # nothing is stored
 
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
-        """One answer per completion; one forward is enough where what an engine `said` is right."""
+        """Returns the answers; one forward suffices where an engine's tokens, `said`, are right."""
         if order.score or order.embed or order.items:
             return []
         answers, hints = [], [*said, *[()] * order.params.n]
@@ -131,7 +131,7 @@ class Recompute:
         return answers
 
     def scores(self, ids: Ids, source: Ids = (), k: int = 0) -> tuple[Floats, list[Top]]:
-        """Log-probabilities of ids[1:], computed whole, and the k best tokens at each place."""
+        """Returns log-probabilities of ids[1:], computed whole, and the k best tokens of each."""
         if len(ids) == 1:
             return np.zeros(0, np.float32), []
         if (ids, source, k) not in self._scored:
@@ -144,14 +144,14 @@ class Recompute:
     def text(
         self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams
     ) -> tuple[str, bool]:
-        """The text of a completion, cut before the first stop string, and whether there was one: by
-        the library's own incremental decoder, over the whole. It goes on where the prompt's text
-        ends; bytes there that are no character yet belong to the completion."""
+        """Returns a completion's text, cut before the first stop string, and whether there was one,
+        by the standard library's incremental decoder. The text continues the prompt's: bytes at the
+        prompt's end that are not yet a character belong to the completion."""
         ends = (i for i, token in enumerate(token_ids) if self._ends(token, params))
         said = token_ids[: next(ends, None)]
-        early = max(0, params.min_tokens - 1)  # tokens whose text is not searched
+        early = max(0, params.min_tokens - 1)  # tokens whose text is not searched for stops
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # the decoder keeps the bytes of a character that is not complete
+        # the decoder holds back the bytes of an incomplete character
         before = utf8.decode(Letters.spell(prompt))
         head = utf8.decode(Letters.spell(said[:early]))
         tail = utf8.decode(Letters.spell(said[early:]), final=True)
