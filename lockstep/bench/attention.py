@@ -1,6 +1,5 @@
 """`lockstep bench attention --device cpu`: the CPU backend against torch's SDPA in the same run,
-over gathered pages and over contiguous K/V; fp32, pages of 16 in shuffled order.
-"""
+over gathered pages and over contiguous K/V; fp32, pages of 16 in shuffled order."""
 
 import argparse
 from collections.abc import Callable
@@ -25,12 +24,12 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 HEADS = ((8, 2), (32, 8))
 HEAD_SIZES = (64, 128)
 PAGE = 16
-BLOCK_S = 0.05  # of calls, per contender and turn
+BLOCK_S = 0.05  # length of a block of calls, per contender and run
 
 
 @dataclass(frozen=True)
 class Case:
-    """B requests of `new` rows after `cached` keys."""
+    """`requests` requests of `new` rows after `cached` keys each."""
 
     kind: str
     heads: int
@@ -47,7 +46,7 @@ class Case:
 
     @property
     def targets(self) -> dict[str, float]:
-        """How many times as fast as each peer it has to be."""
+        """The least speed relative to each peer."""
         if self.kind == "prefill":
             return {"contiguous": 0.5}
         return {"gathered": 1.5 if self.requests == 1 else 2.0, "contiguous": 0.75}
@@ -67,7 +66,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
+    """Measures every case, prints a table, writes JSON; returns 1 if a target was missed."""
     if args.device == "cuda":
         return run_on_card("attention", args)
     bench = Bench(args, runs=9, tries=4)
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:
-    """The same attention three ways, on random data; outputs are compared first."""
+    """Returns the same attention three ways, on random data, after comparing the outputs."""
     gen = torch.Generator().manual_seed(0)
     kv_len = case.cached + case.new
     shape = (case.requests, case.kv_heads, kv_len, case.d)
@@ -117,7 +116,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def peer(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's SDPA. Its causal flag counts from the first key: rows after a prefix need a mask."""
+    """Returns torch's SDPA, whose causal flag ignores a prefix: rows after one need a mask."""
     mask, kv_len = None, case.cached + case.new
     if case.cached and case.new > 1:
         mask = torch.arange(kv_len)[None] <= torch.arange(case.cached, kv_len)[:, None]
@@ -128,7 +127,8 @@ def peer(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
-    """A model of one layer, the plan of the step, its pool, and slots [requests, kv_len]."""
+    """Returns a one-layer model's group, the step's plan, its pool, and slots [requests,
+    kv_len]."""
     spec = GroupSpec(
         Layout.DENSE, case.heads, case.kv_heads, case.d, case.d, (AttnSpec(case.d**-0.5),), PAGE
     )

@@ -1,7 +1,7 @@
 """`lockstep bench compare` and `lockstep bench step`: this tree against an older commit of it.
 
-Two processes, one per source tree, measure the same case by turns, so that what the machine does to
-one it does to the other. What is measured is written in `contender`.
+Two processes, one per source tree, measure the same case alternately, so that disturbances of the
+machine affect both. What is measured is defined in `contender`.
 """
 
 import argparse
@@ -33,21 +33,21 @@ from lockstep.types import RuleError
 ROOT = Path(__file__).parents[2]
 LEAST_MEAN, LEAST_EACH = 0.99, 0.95
 MODELS = ("builtin", "100m")
-SLOWER_S = {"load builtin": 1.0, "load 100m": 3.0}  # loading may take so much longer
+SLOWER_S = {"load builtin": 1.0, "load 100m": 3.0}  # how much longer loading may take
 STEP = "step"  # the case of `bench step`: host time of a decode step
-HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # of a step, and of the old tree's
-TRIES = 2  # more, of a disturbed turn
+HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # host time; share of the old tree's
+TRIES = 2  # repetitions of a disturbed run
 
 
 class Side(subprocess.Popen[str]):
     def __init__(self, tree: Path, folders: dict[str, str]) -> None:
-        # -P: files beside the contender are not to be found as modules of other packages
+        # -P: files beside contender.py must not shadow modules of other packages
         command = [sys.executable, "-P", contender.__file__, json.dumps(folders)]
         env = {**os.environ, "PYTHONPATH": str(tree)}
         super().__init__(command, stdin=PIPE, stdout=PIPE, text=True, cwd=tree, env=env)
 
     def measure(self, case: str, seed: int) -> Answer:
-        """One turn; an error of the other side is raised here."""
+        """Measures a case once; an error of the process is raised here."""
         assert self.stdin is not None and self.stdout is not None, "both ends are pipes"
         print(json.dumps({"case": case, "seed": seed}), file=self.stdin, flush=True)
         line = self.stdout.readline()
@@ -59,7 +59,7 @@ class Side(subprocess.Popen[str]):
         return answer
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process and of its children that have ended."""
+        """Returns the CPU seconds of the process and of its children that have ended."""
         stat = Path(f"/proc/{self.pid}/stat")
         if not stat.exists():
             return 0.0
@@ -68,7 +68,7 @@ class Side(subprocess.Popen[str]):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line a case, writes JSON, returns 1 if a case or the mean is too slow."""
+    """Prints a line per case, writes JSON; returns 1 if a case or the mean is too slow."""
     todo = [name for name in names() if not args.case or any(name.startswith(c) for c in args.case)]
     if not todo:
         got = ", ".join(args.case)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if any(name.endswith("100m") for name in todo):
             note("making the random llama")
             folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
-        for _ in range(args.starts):  # where memory lies differs from start to start
+        for _ in range(args.starts):  # memory addresses differ from start to start
             with sides_of(args.base, folders) as sides:
                 for name in todo:
                     try:
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def judged(case: str, starts: Sequence[Timing], error: str = "") -> Result:
-    """What all starts of a case came to: seconds of every turn on both sides, a list per start.
-    Above a ratio of 1 it is faster than before. That is the mean of all starts: what fits the
-    caches by a hair is a third slower or faster from start to start, whichever side it is."""
+    """Judges a case over all starts: seconds of every run on both sides, a list per start. A ratio
+    above 1 is faster than before. It is the mean over starts: a working set that barely fits the
+    caches is a third slower or faster from start to start, on either side."""
     old_s, new_s = (
         [[turn["seconds"] for turn in each.runs[side]] for each in starts]
         for side in ("old", "new")
@@ -117,12 +117,12 @@ def judged(case: str, starts: Sequence[Timing], error: str = "") -> Result:
 
 
 def line(case: Result) -> str:
-    """A case, for people."""
+    """Returns a case as text."""
     return "\n".join(text("compare.txt", "lockstep.bench", cases=[case], doc=None))
 
 
 def run_step(args: argparse.Namespace) -> int:
-    """Host time of a decode step by part, beside an older commit's; returns 1 if it is too long."""
+    """Measures a decode step's host time by part, here and at `base`; returns 1 if too long."""
     with sides_of(args.base, {"builtin": str(BUILTIN)}) as sides:
         timing = by_turns(STEP, sides, args)
     medians, means = (
@@ -157,9 +157,9 @@ def names() -> list[str]:
 
 
 def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> Timing:
-    """Each side's answers, one per turn."""
+    """Returns each side's measurements, taken alternately."""
     for side in sides.values():
-        side.measure(case, 0)  # prepares and warms
+        side.measure(case, 0)  # prepares and warms up
     note(case)
     return results.alternate(
         {name: partial(side.measure, case) for name, side in sides.items()},
@@ -171,7 +171,7 @@ def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> 
 
 @contextmanager
 def sides_of(base: str | None, folders: dict[str, str]) -> Iterator[dict[str, Side]]:
-    """This tree, and that of an older commit if one is named."""
+    """Starts a process for this tree, and one for that of an older commit if one is named."""
     with ExitStack() as stack:
         trees = {"old": stack.enter_context(base_tree(base))} if base else {}
         sides = {}
@@ -197,7 +197,7 @@ def summary(base: str, cases: Sequence[Result]) -> Result:
 
 @contextmanager
 def base_tree(base: str) -> Iterator[Path]:
-    """The package as it was at a commit, in a folder of its own."""
+    """Extracts the package at a commit into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="lockstep-base-") as folder:
         archive = Path(folder, "base.tar")
         command = ["git", "archive", f"--output={archive}", base, "lockstep"]

@@ -1,8 +1,8 @@
-"""What is measured of an engine, and a process that measures it, a JSON line at a time.
+"""Measures of an engine, and a process that takes them, one JSON line at a time.
 
 `bench engine` calls `Measures`. `bench compare` and `bench step` run this file as a script with one
 source tree or another on the path: the package it imports may be older than this file. A request is
-`{"case": name, "seed": n}`, the answer `{"seconds": x}` and what else there is.
+`{"case": name, "seed": n}`, the answer `{"seconds": x}` and further values.
 """
 
 import importlib
@@ -23,20 +23,20 @@ from unittest.mock import patch
 
 from lockstep.bench.work import Ours, Played, Work, mixed_lens, prompts
 
-BLOCK_S = 0.15  # of calls of microseconds per turn
+BLOCK_S = 0.15  # length of a block of microsecond calls
 Answer = dict[str, Any]
-Sizes = SimpleNamespace  # how much is measured: contender.toml says what each is
+Sizes = SimpleNamespace  # amounts to measure, explained in contender.toml
 
-# beside this file: the package on the path may be an older one
+# read beside this file: the package on the path may be an older one
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 FULL, QUICK = (Sizes(**TABLE["sizes"][name]) for name in ("full", "quick"))
 PARTS: dict[str, list[str]] = TABLE["parts"]
-NOT_HOST = ("model", "sample", "publish")  # a device's, and publish, which needs no lock
+NOT_HOST = ("model", "sample", "publish")  # a device's parts, and publishing, which needs no lock
 
 
 @dataclass(frozen=True)
 class Measures:
-    """One contender's times, in seconds, of work that is a function of a seed."""
+    """One contender's times, in seconds, for work that is a function of a seed."""
 
     play: Callable[[Work], Played]
     vocab_size: int
@@ -58,7 +58,7 @@ class Measures:
         return self.play(self.mixed_work(seed)).seconds
 
     def prefix(self, seed: int) -> float:
-        """To the first token of a few new tokens behind a cached prefix."""
+        """Seconds to the first token of a short prompt end after a cached prefix."""
         cached, new = self.sizes.prefix
         whole = work((cached + new,), (1,), self.vocab_size, 2 * seed + 1)
         self.play(Work((whole.prompts[0][:cached],), (1,)))
@@ -68,7 +68,7 @@ class Measures:
         return played.first_s
 
     def prefill(self, seed: int) -> float:
-        """To the first token of a prompt as long, nothing of it cached: its seeds are its own."""
+        """Seconds to the first token of such a prompt, uncached: it has seeds of its own."""
         prompt = work((sum(self.sizes.prefix),), (1,), self.vocab_size, 1_000_000 + seed)
         return self.play(prompt).first_s
 
@@ -78,15 +78,15 @@ def work(lens: Sequence[int], news: Sequence[int], vocab_size: int, seed: int) -
 
 
 class HostTimes:
-    """Where time goes, that of `Engine.step` for one: each part's own, without those it calls."""
+    """Where time goes, as in `Engine.step`: each part's, without that of the parts it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._inner = [0.0]  # seconds in parts that the parts under way have called
+        self._inner = [0.0]  # stack: seconds in parts called by each active part
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Functions of PARTS are timed in the block, wherever they were imported to."""
+        """Times the functions of PARTS inside the block, in every module that imported them."""
         with ExitStack() as stack:
             for part, names in PARTS.items():
                 for home, attribute, old in (each for name in names for each in homes(name)):
@@ -94,14 +94,14 @@ class HostTimes:
             yield
 
     def step(self, step: Callable[[], object]) -> dict[str, float]:
-        """Seconds of one step by part; "other" is in none of them."""
+        """Returns the seconds of one step by part; "other" is outside of all parts."""
         self.seconds = dict.fromkeys([*PARTS, "other"], 0.0)
         self.timed("other", step)()
         host = sum(s for part, s in self.seconds.items() if part not in NOT_HOST)
         return {**self.seconds, "host": host}
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts for a part from now on."""
+        """Returns the function wrapped so that its time counts for `part`."""
 
         def timed(*args: Any, **options: Any) -> Any:
             self._inner.append(0.0)
@@ -117,7 +117,8 @@ class HostTimes:
 
 
 def homes(name: str) -> list[tuple[Any, str, Any]]:
-    """Where a function is found, under which name, and itself; nowhere in a tree without it."""
+    """Returns (owner, attribute, function) for each place of a function; [] in a tree without
+    it."""
     where, _, path = name.partition(":")
     try:
         owner: Any = importlib.import_module(f"lockstep.{where}")
@@ -134,9 +135,9 @@ def homes(name: str) -> list[tuple[Any, str, Any]]:
 
 
 def host_times(ours: Ours, sizes: Sizes) -> Answer:
-    """Medians and means by part of a decode step, in seconds; "host" is all that a device does not
-    do, but for publishing. The prompts are the same but for their ends, so that they are soon in
-    the cache; a third of the requests is sampled."""
+    """Returns medians and means by part of a decode step, in seconds; "host" is all that neither a
+    device does nor publishing. Prompts differ only at their ends, so they are soon in the cache; a
+    third of the requests is sampled."""
     from lockstep.sample.params import SamplingParams
 
     requests, keys, steps = sizes.host
@@ -163,12 +164,12 @@ def host_times(ours: Ours, sizes: Sizes) -> Answer:
 
 
 def main() -> None:
-    """The process: answers until stdin ends. An error is an answer too."""
+    """Answers requests until stdin ends. An error is an answer too."""
     folders = json.loads(sys.argv[1])
     for line in sys.stdin:
         try:
             answer = measure(**json.loads(line), folders=folders)
-        except Exception as error:  # shown by the other side, which then drops the case
+        except Exception as error:  # shown by the parent, which then drops the case
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
@@ -190,14 +191,14 @@ def measure(case: str, seed: int, folders: Mapping[str, str]) -> Answer:
 
 @lru_cache(maxsize=1)
 def attention(name: str) -> Callable[[], object]:
-    """A call of the kernel; its keys and values are kept for this case alone."""
+    """Returns a call of the kernel; keys and values of the last case only are kept."""
     from lockstep.bench.attention import cases, contenders
 
     return contenders(next(case for case in cases(False) if case.name == name))["lockstep"]
 
 
 def block_median(call: Callable[[], object], seconds: float) -> float:
-    """Seconds of a call: the median of a block of them, three at least."""
+    """Returns seconds per call: the median of a block of at least three calls."""
     call()
     times: list[float] = []
     end = perf_counter() + seconds
@@ -209,7 +210,7 @@ def block_median(call: Callable[[], object], seconds: float) -> float:
 
 
 def load_s(folder: str) -> float:
-    """Seconds of loading a model in a process of its own."""
+    """Returns the seconds that loading a model takes in a process of its own."""
     program = (
         "import sys, time; from lockstep import LLM; import lockstep.llm.engine; import torch;"
         "begin = time.perf_counter(); LLM(sys.argv[1], max_total_tokens=4096);"

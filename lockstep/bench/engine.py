@@ -2,8 +2,8 @@
 run, in fp32.
 
 A case is data; the function of its kind measures it with `Contenders`: the engine, the peer, the
-sizes. What is measured is written in `contender`, what each does for it in `work`. With `--curves`
-also how speed scales, drawn for `docs/` from the document.
+sizes. `contender` defines what is measured, `work` how each contender does it. With `--curves` it
+also measures how speed scales, drawn for `docs/` from the document.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from lockstep.llm.engine import BUILTIN
 from lockstep.types import RuleError
 
 PROMPT = "def binary_search(items, target):"
-ENGINE = ("page_size", "chunked_prefill_size", "max_total_tokens")  # what of it is told
+ENGINE = ("page_size", "chunked_prefill_size", "max_total_tokens")  # recorded options
 COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "quick")
 Details = dict[str, Any]
 Ways = dict[str, Callable[..., float]]
@@ -39,7 +39,7 @@ CROWD_CONTEXT = 128
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or reads what was measured. 1 if a target is missed or not judged."""
+    """Measures, or reads an earlier document. Returns 1 if a target is missed or not judged."""
     if args.speculative:
         return speculative.run(args)
     if args.device == "cuda":
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> Document:
-    """Runs the chosen cases."""
+    """Runs the chosen cases and returns their document."""
     todo, bench = chosen(args.case or (), args.model or ()), Bench(args)
     kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "start": start}
     compares = args.peer == "transformers"
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace) -> Document:
 
 
 def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Document]:
-    """The cases of engine.toml that are asked for."""
+    """Returns the cases of engine.toml with these kinds and models; none given means all."""
     of_kind = [case for case in TABLE["cases"] if not kinds or case["kind"] in kinds]
     todo = [case for case in of_kind if not models or case["model"] in models]
     if not todo:
@@ -93,7 +93,7 @@ def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Document]:
 
 
 class Contenders(ExitStack):
-    """What the cases share: models, made when first asked for; `with` removes them."""
+    """Models that the cases share, created on first use; leaving `with` removes them."""
 
     def __init__(self, bench: Bench, sizes: Sizes, compares: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Contenders(ExitStack):
         self.peer: Callable[[str], Peer] = cache(lambda model: Peer(self.folder(model)))
 
     def measures(self, model: str, play: Callable[[Work], Played] | None = None) -> Measures:
-        """What is measured with a model: of ours, or of whoever plays."""
+        """Returns the measures of a model: of our engine, or of `play`."""
         ours = self.ours(model)
         return Measures(play or ours.play, ours.vocab_size, self.sizes)
 
@@ -127,7 +127,7 @@ def describe(contenders: Contenders, model: str) -> Document:
 
 
 def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
-    """Batch 1, greedy: the time from the first to the last new token."""
+    """Batch 1, greedy: ms per token from the first to the last new token."""
     ours, (prompt_len, new) = contenders.measures(model), contenders.sizes.decode
     work = ours.decode_work(0)
     first, ways = ours.play(work), {"lockstep": ours.decode}
@@ -140,7 +140,7 @@ def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 
 
 def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
-    """Many requests of mixed lengths at once: new tokens per second of the whole."""
+    """Many requests of mixed lengths together: new tokens per second over the whole run."""
     ours = contenders.measures(model)
     work = ours.mixed_work(0)
 
@@ -161,7 +161,7 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
             best, differing, more["batching"] = choose(peer, trial, first, contenders)
             more["differing"]["continuous"] = differing
             ways["continuous"] = rate(stack.enter_context(peer.continuous(best, work)))
-        except Exception as error:  # whatever it raises on this machine is a result to show
+        except Exception as error:  # whatever it raises on this machine is reported
             more["errors"] = {"continuous": f"{type(error).__name__}: {error}"}
         return contenders.alternate(ways), more
 
@@ -169,8 +169,8 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 def choose(
     peer: Peer, trial: Work, first: Played, contenders: Contenders
 ) -> tuple[Details, int, Details]:
-    """The fastest settings of continuous batching on this machine, how many requests got other
-    tokens than in our `first`, and what was tried."""
+    """Returns the settings of continuous batching that are fastest on this machine, how many
+    requests got other tokens than in our `first`, and what was tried."""
     tried, best, differing = dict[str, float](), Details(), 0
     for batching in TABLE["batchings"][: 1 if contenders.sizes.small else None]:
         note(str(batching))
@@ -186,7 +186,7 @@ def choose(
 
 
 def prefix(model: str, contenders: Contenders) -> tuple[Timing, Details]:
-    """To the first token of a few new tokens behind a cached prefix, and of the same cold."""
+    """Milliseconds to the first token of a short prompt end after a cached prefix, and cold."""
     ours, (cached, new) = contenders.measures(model), contenders.sizes.prefix
     ways = {"lockstep": ours.prefix, "cold": ours.prefill}
     for way in ways.values():
@@ -196,7 +196,7 @@ def prefix(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 
 
 def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
-    """From running the command to its first byte on stdout, which comes with the first token."""
+    """Seconds from running the command to its first byte on stdout, which is the first token's."""
     command = [sys.executable, "-m", "lockstep.cli", "generate", PROMPT, "--max-tokens", "1"]
 
     def once(seed: int) -> float:
@@ -210,17 +210,17 @@ def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
             raise RuntimeError(f"it ended with {process.returncode}: {said.decode()[-500:]}")
         return first
 
-    once(0)  # the kernels are compiled
+    once(0)  # so that the kernels are compiled
     return contenders.alternate({"lockstep": once}), {}
 
 
 def measure_curves(contenders: Contenders) -> Details:
-    """How speed scales, with the number of requests and with the length of the context."""
+    """Measures how speed scales with the number of requests and with the context length."""
     sizes, builtin = contenders.sizes, contenders.ours("builtin")
 
     def step_seconds(curve: Details, ours: Ours, crowd: tuple[int, int], ways: Ways) -> Details:
-        """Of each way, with so many requests around so many keys. Prompts are in our cache, each
-        the beginning of what it is at a longer context."""
+        """Returns seconds per step of each way, for `crowd` = (requests, keys). Prompts are in our
+        cache; each is the beginning of the prompt used at a longer context."""
         (count, context), steps = crowd, sizes.steps
         note(f"curve, {count} of {context} keys")
         length = min(context - steps // 2, ours.engine.context_length - steps - count // 16 - 4)
@@ -249,7 +249,7 @@ def measure_curves(contenders: Contenders) -> Details:
 
 
 def draw_curves(document: Document, folder: str) -> list[Path]:
-    """Writes the pictures, x in powers of two, readable on light and dark pages; returns where."""
+    """Writes the curves as SVG, legible on light and dark pages, and returns the files' paths."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,9 +1,8 @@
-"""`lockstep bench kernels`: what our own kernels and short cuts are worth, on and off in one run.
+"""`lockstep bench kernels`: what our own kernels and shortcuts are worth, on and off in one run.
 
-A switch is two ways to do the same work, with it and without it, which alternate in one process;
-the ratio is off over on: above 1 it pays. A short cut of the host is taken out by putting another
-function in its place meanwhile. kernels.toml says what is done about it. Knows what is compared;
-clocks are those of `results`.
+A switch is two ways to do the same work, with it and without it, alternating in one process. The
+ratio is off over on: above 1 it pays. A shortcut of the host is disabled by patching in another
+function. kernels.toml records what is done about each result. The clocks are those of `results`.
 """
 
 import argparse
@@ -37,7 +36,7 @@ Calls = tuple[str, str, Callable[[], object], Callable[[], object]]  # switch, c
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every switch; prints a line each, writes JSON. Returns 1 if a run was disturbed."""
+    """Measures every switch, prints a line each, writes JSON. Returns 1 if a run was disturbed."""
     bench = Bench(args, runs=5)
     for name, case, on, off in switches(QUICK if args.quick else FULL):
         if args.case and not name.startswith(tuple(args.case)):
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
-    """All of them, with it and without it: calls of kernels, then steps of the engine."""
+    """Yields every switch with its two measures: kernel calls, then steps of the engine."""
     for t in (1, 64) if sizes.small else (1, 8, 64, 512):
         for name, case, on, off in chain(gemms(t), row_kernels(t), samplers(t)):
             yield name, f"{case}, {t} rows", called(on, BLOCK_S), called(off, BLOCK_S)
@@ -71,7 +70,7 @@ def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
 def within(
     state: Callable[[], AbstractContextManager[object]], measure: Callable[[], float]
 ) -> Measure:
-    """Measured while something is in force."""
+    """Returns `measure`, run inside the context manager that `state` creates."""
 
     def measured(seed: int) -> float:
         with state():
@@ -81,13 +80,13 @@ def within(
 
 
 def noise(*shape: int) -> Tensor:
-    """Random numbers, always the same."""
+    """Returns random numbers, always the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def gemms(t: int) -> Iterator[Calls]:
-    """Our GEMM against torch's, and against itself with float32 panels, of weights that are
-    bfloat16 numbers."""
+    """Our GEMM against torch's, and against itself with float32 panels; the weights are bfloat16
+    numbers."""
     for n, k in ((1280, 256), (4096, 768)):
         weight, x, case = noise(n, k).bfloat16().float(), noise(t, k), f"{k} -> {n}"
         packed = OPS.pack(weight, None)
@@ -98,8 +97,7 @@ def gemms(t: int) -> Iterator[Calls]:
 
 
 def row_kernels(t: int) -> Iterator[Calls]:
-    """Our kernels against torch's operators, and those that do several things in one call against
-    one call for each."""
+    """Our row kernels against torch's operators, and fused ones against one call per operation."""
     x, residual, weight, norms = noise(t, 768), noise(t, 768), noise(768), noise(2, 64)
     qkv, up, turns = noise(t, 1280), noise(t, 4096), CosSin(noise(t, 32), noise(t, 32))
     q, k, v = qkv.view(t, 20, 64).split_with_sizes([12, 4, 4], 1)
@@ -121,7 +119,7 @@ def row_kernels(t: int) -> Iterator[Calls]:
 
 
 def samplers(t: int) -> Iterator[Calls]:
-    """The compiled sampler against torch's operators, which know neither seeds nor ties."""
+    """The compiled sampler against torch's operators, which have no seeds and no rule for ties."""
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
 
     def tensors(logits: Tensor) -> Tensor:
@@ -137,17 +135,17 @@ def samplers(t: int) -> Iterator[Calls]:
 
 @cache
 def engine() -> Ours:
-    """The built-in model."""
+    """Returns an engine with the built-in model."""
     return Ours(None, "cpu")
 
 
 def step(sizes: Sizes, count: int) -> float:
-    """Seconds of a decode step."""
+    """Returns the seconds of a decode step of `count` requests."""
     many = work((96,) * count, (1,) * count, engine().vocab_size, 5).prompts
     engine().prime(many)
     return engine().step_s(many, sizes.steps)
 
 
 def host_s(sizes: Sizes) -> float:
-    """Seconds of the host in a decode step of many requests."""
+    """Returns the host's seconds in a decode step of many requests."""
     return float(host_times(engine(), sizes)["seconds"])

@@ -1,10 +1,10 @@
-"""Contenders by turns on a machine that others use too, and what comes of it.
+"""Measures contenders alternately on a machine that others use too, and judges the results.
 
-A run in which others took CPU time (by /proc/stat, where there is one) does not count. `Bench` is
-the run of a command: cases are judged by medians, ratios to the others and targets, and printed. A
-case is a dictionary, as it stands in the document, so that lines and tables can be printed again
-from a file. On a card the programs in bench/gpu of the repository measure, each with its own peers,
-floors and ceilings. Knows nothing of what is measured; every benchmark calls it.
+A run in which other processes took CPU time (by /proc/stat, where it exists) does not count.
+`Bench` is a command's run: cases are judged by medians, ratios to the peers and targets, and
+printed. A case is the dictionary of the document, so lines and tables can be printed again from a
+file. On a card, the programs in bench/gpu measure, each with its own peers, floors and ceilings.
+Every benchmark calls this module, which does not know what is measured.
 """
 
 import json
@@ -29,19 +29,19 @@ from lockstep.lab.document import command_line, environment, head, publish, rend
 from lockstep.types import RuleError
 
 ROOT = Path(__file__).parent.parent.parent
-OTHERS = 0.05  # of the machine's CPU time may go to others in an undisturbed run
-PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measurement is repeated
+OTHERS = 0.05  # share of the machine's CPU time that others may use in an undisturbed run
+PATIENCE_S = 30.0  # longest wait for an idle machine before a disturbed run is repeated
 
 Result = dict[str, Any]
-Measure = Callable[[int], float]  # of a seed that it never sees twice, in whatever unit it likes
+Measure = Callable[[int], float]  # of a seed that is never repeated; in the case's unit
 Answer = TypeVar("Answer")
 
 
 def watched(
     measure: Callable[[], Answer], own: Callable[[], float] | None = None
 ) -> tuple[float, Answer]:
-    """What others used of the machine meanwhile, as a fraction, and what `measure` gave. `own`
-    gives the CPU seconds that are ours: those of this process, if it is left out."""
+    """Returns the share of the machine that other processes used meanwhile, and the result of
+    `measure`. `own` returns our CPU seconds; by default those of this process."""
     own = own or _own
     begin, busy, ours = time.perf_counter(), _busy(), own()
     answer = measure()
@@ -51,11 +51,11 @@ def watched(
 
 @dataclass
 class Timing:
-    """What each contender took, one entry per run."""
+    """The measurements of each contender, one entry per run."""
 
     runs: dict[str, list[Any]] = field(default_factory=dict)
-    undisturbed: bool = True  # all of them
-    others: dict[str, list[float]] = field(default_factory=dict)  # fractions of the machine
+    undisturbed: bool = True  # every run was
+    others: dict[str, list[float]] = field(default_factory=dict)  # their shares of the machine
 
     def add(self, name: str, others: float, value: Any) -> None:
         self.runs.setdefault(name, []).append(value)
@@ -75,9 +75,9 @@ def alternate(
     tries: int,
     own: Callable[[], float] | None = None,
 ) -> Timing:
-    """Measures contenders by turns, `runs` times each; who begins alternates. While others use the
-    machine a run is repeated, with a seed of its own, at most `tries` times: the least disturbed
-    one counts."""
+    """Measures contenders alternately, `runs` times each, changing which is first. While other
+    processes use the machine, a run is repeated with a new seed, at most `tries` times; the least
+    disturbed one counts."""
     timing, names = Timing(), list(contenders)
     for run in range(runs):
         for name in names if run % 2 == 0 else reversed(names):
@@ -97,30 +97,30 @@ def alternate(
 
 
 def called(call: Callable[[], object], seconds: float) -> Measure:
-    """The median of a block of calls of microseconds, each contender's for itself: within a block
-    nobody else's waiting threads hold the cores."""
+    """Measures the median of a block of microsecond calls. Each contender has blocks of its own, in
+    which no other contender's spinning threads occupy the cores."""
     return lambda _: block_median(call, seconds)
 
 
 def place(threads: int) -> dict[str, object]:
-    """Where, with how many threads and by which command: the head of a benchmark's document."""
+    """Returns the head of a benchmark's document: environment, thread count, command."""
     return {**environment(), "threads": threads, "command": command_line()}
 
 
 def note(text: str) -> None:
-    """What is going on, on a terminal: a line that the next one replaces."""
+    """Shows progress on a terminal, on a line that the next one replaces."""
     if sys.stderr.isatty():
         tell(f"{text} ...", end="")
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """A line on stderr that stays."""
+    """Writes a line to stderr that stays."""
     begin = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{begin}{text}", file=sys.stderr, end=end, flush=True)
 
 
 def _busy() -> float:
-    """CPU seconds the whole machine has worked, time stolen from it included."""
+    """Returns the CPU seconds that the whole machine has worked, stolen time included."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return _own()
@@ -131,14 +131,14 @@ def _busy() -> float:
 
 
 def _own() -> float:
-    """CPU seconds of this process and of the children that have ended."""
+    """Returns the CPU seconds of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 class Bench:
-    """A command's run: contenders by turns, as often as was asked for, cases, one document. A quick
-    run takes what it gets."""
+    """A command's run: alternating contenders, with the options' repetitions, its cases and
+    document. A quick run accepts disturbed measurements."""
 
     def __init__(self, args: Namespace, runs: int = 3, tries: int = 3) -> None:
         self.args, self.runs, self.tries = args, args.repeat or runs, tries
@@ -158,13 +158,13 @@ class Bench:
     def result(
         self, timing: Timing, unit: str, targets: Mapping[str, float], limit: float | None = None
     ) -> Result:
-        """What was measured of a case: medians, ratios to the others (above 1 is better than they),
-        every run. `targets` are the least ratios, `limit` the largest value. A contender without a
-        number has missed its target. `met` is None if nothing was judged: no target, a quick run,
-        or others used the machine, which can slow a contender twentyfold."""
+        """Returns a case's results: medians, ratios to the peers (above 1 is better than the peer),
+        every run. `targets` are the least ratios, `limit` the largest value. A peer in `targets`
+        without a number misses its target. `met` is None if nothing was judged: no target, a quick
+        run, or other processes used the machine, which can slow a contender twentyfold."""
         values = {name: round(timing.median(name), 4) for name in timing.runs}
         ours, sign = values["lockstep"], -1
-        if unit.endswith("per second"):  # more is better
+        if unit.endswith("per second"):  # higher is better
             sign = 1
         ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
         reached = all(ratios.get(n, 0.0) >= least for n, least in targets.items())
@@ -183,23 +183,23 @@ class Bench:
         }
 
     def add(self, case: Result) -> None:
-        """A case is told on stderr when it is done."""
+        """Adds a finished case and prints it to stderr."""
         self.document["cases"].append(case)
         tell(line(case))
 
     def publish(self) -> int:
-        """1 if a target was missed, or could not be judged."""
+        """Publishes; returns 1 if a target was missed or could not be judged."""
         publish(self.args, self.document, [summary(self.document)])
         return int(failed(self.document))
 
 
 def line(case: Result) -> str:
-    """One case: verdict, value, ratios with their targets, and what went wrong."""
+    """Returns one case in a line: verdict, value, ratios with their targets, problems."""
     return _text("results.txt", cases=[case], doc=None, disturbed=())
 
 
 def summary(document: Mapping[str, Any], every: bool = False) -> str:
-    """How many cases reach their targets, and which do not; with `every` the cases before it."""
+    """Returns how many cases reach their targets, and which do not; `every` lists all cases."""
     shown = document["cases"] if every else []
     return _text("results.txt", cases=shown, doc=document, disturbed=unjudged(document))
 
@@ -209,13 +209,13 @@ def _text(name: str, **values: Any) -> str:
 
 
 def unjudged(document: Mapping[str, Any]) -> list[str]:
-    """Cases whose targets could not be judged because others used the machine."""
+    """Returns the cases whose targets could not be judged because other processes ran."""
     aimed = [c for c in document["cases"] if c["targets"] or c["limit"] is not None]
     return [c["case"] for c in aimed if not document["quick"] and not c["undisturbed"]]
 
 
 def failed(document: Mapping[str, Any]) -> bool:
-    """Whether a target was missed, or could not be judged."""
+    """Returns whether a target was missed or could not be judged."""
     return any(c["met"] is False for c in document["cases"]) or bool(unjudged(document))
 
 
@@ -224,12 +224,12 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def run_on_card(what: str, args: Namespace, *given: str) -> int:
-    """Runs bench/gpu/<what>_h200.py, and publishes what it wrote."""
+    """Runs bench/gpu/<what>_h200.py and publishes what it wrote."""
     program = ROOT / "bench" / "gpu" / f"{what}_h200.py"
     if not program.is_file():
         rule = "benchmarks of a card lie in bench/gpu of the repository"
         raise RuleError(rule, f"no {program}", "Run this in a clone of the repository")
-    select("cuda", "auto")  # here, where its reason is one line
+    select("cuda", "auto")  # fails here with a one-line reason
     with TemporaryDirectory() as folder:
         command = [sys.executable, str(program), "--out", folder, *given]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -244,5 +244,5 @@ def run_on_card(what: str, args: Namespace, *given: str) -> int:
 
 
 def gemm(args: Namespace) -> int:
-    """`bench gemm`: our choice against cuBLAS, for the shapes of one model."""
+    """`bench gemm`: our chosen GEMM against cuBLAS, for the shapes of one model."""
     return run_on_card("gemm", args, "--model", args.shapes, "--chosen")

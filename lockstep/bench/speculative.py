@@ -1,10 +1,10 @@
 """`lockstep bench speculative`: the built-in model with drafts against itself without, in one run.
 
-One request at a time; a draft's time is all that it adds: its own rows, the wider steps, the states
-that are kept. Prompts are the beginnings of held-out files (held_out.json), or text that repeats;
-the draft that always errs is the head with its guesses replaced, so that it costs what it costs.
-The answers are compared: tokens and bits of log-probabilities. A row is a case of `CASES`; the
-document has it as soon as it is measured. `cli` calls `run`.
+One request at a time. A draft's cost is all that it adds: its own rows, the wider steps, the states
+that are kept. Prompts are the beginnings of held-out files (held_out.json), or text that repeats.
+The draft that always errs is the head with its guesses replaced, so its cost is the head's. The
+answers are compared: tokens and bits of log-probabilities. A row is a case of `CASES`; the document
+receives it as soon as it is measured. `cli` calls `run`.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
 
 HELD_OUT = table("held_out.json", "lockstep.bench")
-BEGIN_ID = 0  # of the built-in model: what it does not write in the middle of a file
-BLOCK = 40  # lines that a repeating prompt has twice, and begins again
-QUICK = (2, 16)  # prompts, and new tokens of each
-NEW, FIRST = 256, 64  # tokens, and how many of them do not count where a draft always errs
+BEGIN_ID = 0  # a token that the built-in model never writes in the middle of a file
+BLOCK = 40  # lines that a repeating prompt has twice, then begins once more
+QUICK = (2, 16)  # prompts, new tokens of each
+NEW, FIRST = 256, 64  # new tokens; the first ones are not timed if a draft always errs
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row, as speculative.toml has it."""
+    """A row of speculative.toml."""
 
     name: str
     algorithm: str
@@ -55,7 +55,7 @@ CASES = [Case(**row) for row in table("speculative.toml", "lockstep.bench")["cas
 
 
 def spoil(draft: Draft) -> None:
-    """From now on its trees have other tokens: none of them is ever right."""
+    """Replaces all tokens of the draft's trees, so that none is ever right."""
     propose = draft.propose
 
     def wrong(requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -66,7 +66,7 @@ def spoil(draft: Draft) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints, writes. 1 if a target is missed or not judged."""
+    """Measures, prints, writes JSON. Returns 1 if a target is missed or not judged."""
     if args.device == "cuda":
         return run_on_card("speculative", args)
     chosen, bench = picked(args.row), Bench(args)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def picked(names: Sequence[str] | None) -> list[Case]:
-    """The rows whose names begin so; all, if none are named."""
+    """Returns the rows whose names begin with one of `names`; all, if none are given."""
     chosen = [case for case in CASES if not names or case.name.startswith(tuple(names))]
     if not chosen:
         rule = f"--row is the beginning of {'; '.join(case.name for case in CASES)}"
@@ -92,7 +92,7 @@ def picked(names: Sequence[str] | None) -> list[Case]:
 
 
 def earlier(where: str) -> dict[str, Result]:
-    """The rows that the document has already."""
+    """Returns the rows that the document already has, by case."""
     if not Path(where).is_file():
         return {}
     return {
@@ -101,9 +101,9 @@ def earlier(where: str) -> dict[str, Result]:
 
 
 def watch(engine: Engine) -> HostTimes:
-    """Where its time goes from now on. draft: what a chain or a tree takes; extend: rows of the
-    draft for committed tokens, and the states that are kept for them; verify: steps of the target,
-    plain ones too; wait: for their samples, and what is accepted of them."""
+    """Times an engine's phases from now on. draft: proposing chains or trees; extend: the draft's
+    rows for committed tokens, and the states kept for them; verify: the target's steps, plain ones
+    too; wait: waiting for their samples, and accepting."""
     times, speculation = HostTimes(), engine.speculation
     assert speculation is not None, "an algorithm is named"
     methods: list[tuple[Any, str, str]] = [(speculation, "propose", "draft")]
@@ -117,8 +117,8 @@ def watch(engine: Engine) -> HostTimes:
 
 
 def measure(case: Case, parts: Parts, bench: Bench) -> Result:
-    """Milliseconds per token of a case's prompts, each by turns with and without the draft: what
-    the machine does in the long run it does to both."""
+    """Returns milliseconds per token over a case's prompts, each measured alternately with and
+    without the draft, so that slow changes of the machine affect both."""
     options = {"speculative_algorithm": case.algorithm}
     plain, guessing = (engine(parts, chosen) for chosen in ({}, options))
     assert guessing.speculation is not None, "an algorithm is named"
@@ -156,7 +156,7 @@ def measure(case: Case, parts: Parts, bench: Bench) -> Result:
     if answers["plain"] != answers["lockstep"]:
         raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
     judged = bench.result(timing, "ms per token", {"plain": case.least})
-    phases = watch(guessing)  # only now: a watch that one of two carries is time against it
+    phases = watch(guessing)  # only now: its overhead would count against one side
     for prompt in prompts[: count // 4]:
         play(guessing, prompt, wish, skip)
     whole = sum(phases.seconds.values())
@@ -169,14 +169,14 @@ def measure(case: Case, parts: Parts, bench: Bench) -> Result:
 
 
 def engine(parts: Parts, options: dict[str, Any]) -> Engine:
-    """Without a prefix cache: every run computes its prompts."""
+    """Returns an engine without a prefix cache: every run computes its prompts."""
     return Engine(EngineConfig(device="cpu", disable_radix_cache=True, **options), parts)
 
 
 def play(
     engine: Engine, prompt: Sequence[int], wish: SamplingParams, skip: int
 ) -> tuple[float, Output]:
-    """Seconds per token behind the first `skip`, and the answer."""
+    """Returns seconds per token after the first `skip`, and the output."""
     job = engine.add(prompt, wish)
     completion = job.completions[0]
     while len(completion.token_ids) < skip:
@@ -190,20 +190,20 @@ def play(
 
 
 def held_out(parts: Parts, count: int) -> list[list[int]]:
-    """The beginnings of files that neither model nor head was trained on."""
+    """Returns the beginnings of files that neither model nor head was trained on."""
     texts = [library(name) for name in HELD_OUT["files"][:count]]
     return [ids_of(parts, text)[: HELD_OUT["prompt_len"]] for text in texts]
 
 
 def repeating(parts: Parts, count: int) -> list[list[int]]:
-    """A block of lines twice, and its first lines once more."""
+    """Returns prompts of a block of lines twice, then its first lines once more."""
     texts = [library(name).splitlines(keepends=True) for name in HELD_OUT["files"]]
     blocks = [lines[:BLOCK] for lines in texts if len(lines) >= BLOCK][:count]
     return [ids_of(parts, "".join(block * 2 + block[:2]))[-1200:] for block in blocks]
 
 
 def library(name: str) -> str:
-    """A file of the running Python's standard library."""
+    """Returns a file of the running Python's standard library."""
     path = Path(sysconfig.get_path("stdlib")) / name
     if not path.is_file():
         rule = f"the standard library has {name}"
@@ -212,6 +212,6 @@ def library(name: str) -> str:
 
 
 def ids_of(parts: Parts, text: str) -> list[int]:
-    """As the model was trained: a file begins with its mark."""
+    """Tokenizes as in training: a file begins with its mark."""
     assert parts.tokenizer is not None, "the built-in model has one"
     return [BEGIN_ID, *parts.tokenizer.encode(text, False)]

@@ -1,8 +1,8 @@
 """`lockstep bench threads`: engines beside other threads of the process, on more or fewer cores.
 
-Two engines in two threads: do they keep their bits, and how fast are they together? A thread that
-runs nothing but Python beside a long prefill: how much of its speed is left? One request and many
-on 1, 2, 4, ... threads. `cli` calls `run`; a test compares the bits of fewer requests.
+Two engines in two threads: do they keep their bits, and how fast are they together? A thread of
+pure Python beside a long prefill: how much of its speed is left? Decode steps of one request and of
+many, on 1, 2, 4, ... threads. `cli` calls `run`; a test compares the bits of fewer requests.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
 REQUESTS, QUICK_REQUESTS = 500, 20
-TOGETHER, BESIDE = 0.9, 0.5  # least share of one engine's speed, and of Python's
-ALL_THREADS, SPEED_UP, CROWD = 0.952, 6.0, 64  # of the best number's speed; of one thread's
-MANY_CORES = 16  # where scaling is judged
+TOGETHER, BESIDE = 0.9, 0.5  # least ratio to one engine's speed, and to Python's alone
+ALL_THREADS, SPEED_UP, CROWD = 0.952, 6.0, 64  # least ratio to each count, to one thread; requests
+MANY_CORES = 16  # scaling is judged from this many threads on
 PREFILL_LEN, BESIDE_S = 2000, 1.0
-KEYS = 800  # of a request in the steps that are timed
+KEYS = 800  # about the keys of a request in timed steps
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures all; prints, writes JSON. Returns 1 if a target was missed or not judged."""
+    """Measures everything, prints, writes JSON. Returns 1 if a target was missed or not judged."""
     bench = Bench(args, tries=2)
     llms = [LLM(device="cpu", disable_radix_cache=True, max_total_tokens=16_384) for _ in range(2)]
     requests, steps = (QUICK_REQUESTS, 8) if args.quick else (REQUESTS, 64)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answers(llm: LLM, count: int) -> list[Output]:
-    """Of `count` requests, every other one sampled."""
+    """Returns the outputs of `count` requests, every other one sampled."""
     rng = random.Random(count)
     ids = prompts([rng.randint(8, 96) for _ in range(count)], llm.engine.info.vocab_size, 1)
     asked = [
@@ -57,12 +57,12 @@ def answers(llm: LLM, count: int) -> list[Output]:
 
 
 def bits(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
-    """Tokens and the bits of their log-probabilities."""
+    """Returns tokens and the bits of their log-probabilities, per output."""
     return [(o.token_ids, b"" if o.logprobs is None else o.logprobs.tobytes()) for o in outputs]
 
 
 def two_engines(llms: Sequence[LLM], count: int, bench: Bench) -> Result:
-    """Tokens per second of one, of it and a twin on the same weights, and beside a copy of them."""
+    """Tokens per second: one engine, two that share weights (judged), two with a copy each."""
     one, copy = llms
     twin = LLM.of(Engine(one.engine.config, one.engine.parts))
     want, *_ = [answers(each, count) for each in (one, twin, copy)]
@@ -94,8 +94,8 @@ def two_engines(llms: Sequence[LLM], count: int, bench: Bench) -> Result:
 
 
 def beside_prefill(llm: LLM, bench: Bench) -> Result:
-    """Loops of Python per second, alone and beside prefills; and what the prefills lose. Both have
-    run before anything counts, and take turns."""
+    """Loops of Python per second, alone and beside prefills, and the prefills' own times. Both are
+    warmed up, and alternate."""
     ids = [list(prompts((PREFILL_LEN,), llm.engine.info.vocab_size, 3)[0])]
     one = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     prefills = {"alone": list[float](), "beside": list[float]()}
@@ -134,7 +134,7 @@ def beside_prefill(llm: LLM, bench: Bench) -> Result:
 
 
 def loops() -> float:
-    """Pure Python: additions per second."""
+    """Returns the additions per second of a pure Python loop."""
     begin, n = perf_counter(), 0
     while n % 1024 or perf_counter() - begin < BESIDE_S:
         n += 1
@@ -142,8 +142,8 @@ def loops() -> float:
 
 
 def scaling(requests: int, steps: int, bench: Bench) -> Result:
-    """Milliseconds of a decode step, some 850 keys a request, by the number of threads; ours has
-    all of them, and is judged where there are many."""
+    """Milliseconds of a decode step, some 850 keys per request, by the number of threads; ours uses
+    all of them and is judged if there are many."""
     ours, all_threads = Ours(None, "cpu"), torch.get_num_threads()
     (common,) = prompts((KEYS,), ours.vocab_size, 11)
     ends = prompts((16,) * requests, ours.vocab_size, 12)

@@ -1,9 +1,9 @@
-"""What the contenders are given, and how each does it.
+"""The work of the benchmarks, and how each contender does it.
 
 Lockstep: an engine as a user has it, driven as `LLM.generate` drives it. The prefix cache is on,
-and no prompt comes twice unless a case is about that. transformers, three ways: `generate` on one
+and no prompt is repeated unless a case is about that. transformers, three ways: `generate` on one
 prompt, `generate` on a padded static batch, and its continuous batching; fp32, sdpa, eager, greedy,
-no end token; imported only when it is needed. Also the random llama that both sides load.
+no end token; imported only when needed. Also the random llama that both sides load.
 """
 
 import importlib
@@ -27,12 +27,12 @@ from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
 Tokens = tuple[int, ...]
-Batching = dict[str, Any]  # settings of continuous batching
+Batching = dict[str, Any]  # settings of transformers' continuous batching
 
 CACHE_TOKENS = 65_536
-FIRST_ID = 4  # ids below it have a meaning of their own in both models
+FIRST_ID = 4  # smaller ids are special tokens in both models
 TIE = 2e-4  # two logits closer than this may swap places between two correct fp32 implementations
-WAIT_S = 900.0  # for one result of continuous batching
+WAIT_S = 900.0  # longest wait for one result of continuous batching
 TABLE = table("work.toml", "lockstep.bench")
 
 
@@ -46,14 +46,14 @@ class Work:
         return sum(self.news)
 
     def first(self, most: int) -> "Work":
-        """The same prompts with at most so many new tokens."""
+        """Returns the same prompts with at most `most` new tokens each."""
         return replace(self, news=tuple(min(n, most) for n in self.news))
 
 
 @dataclass(frozen=True)
 class Played:
-    """New tokens per prompt, seconds until all had their first one and until the end, and keys
-    found in the prefix cache."""
+    """New tokens per prompt, seconds until every request had its first token and until the end, and
+    keys found in the prefix cache."""
 
     tokens: tuple[Tokens, ...]
     first_s: float
@@ -69,7 +69,7 @@ def prompts(lens: Sequence[int], vocab_size: int, seed: int) -> tuple[Tokens, ..
 def mixed_lens(
     count: int, ins: tuple[int, int], outs: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths of prompts and numbers of new tokens of the mixed case: always the same ones."""
+    """Returns the prompt lengths and new-token counts of the mixed case, always the same."""
     rng = random.Random(0)
     pairs = [(rng.randint(*ins), rng.randint(*outs)) for _ in range(count)]
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
@@ -86,11 +86,11 @@ class Ours:
 
     @cached_property
     def crowd(self) -> Engine:
-        """The same model with room for 256 running requests."""
+        """An engine of the same model with room for 256 running requests."""
         return Engine(replace(self.config, max_running_requests=256), self.parts)
 
     def play(self, work: Work) -> Played:
-        """All of it as one batch, greedy, to the asked length."""
+        """Plays the work as one batch, greedy, to the requested lengths."""
         begin, first_s = perf_counter(), 0.0
         jobs = _add(self.engine, work)
         while self.engine.busy:
@@ -108,8 +108,8 @@ class Ours:
             self.crowd.step()
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
-        """Seconds per step while all of them decode; `prime` them first."""
-        engine, slack = self.crowd, len(many) // 16 + 4  # those that start first are a bit ahead
+        """Returns seconds per step while all of them decode; `prime` them first."""
+        engine, slack = self.crowd, len(many) // 16 + 4  # requests that start first are a bit ahead
         jobs = _add(engine, Work(many, (steps + slack,) * len(many)))
         try:
             while not all(job.completions[0].token_ids for job in jobs):
@@ -133,7 +133,7 @@ def _add(engine: Engine, work: Work) -> list[Generation]:
 
 @contextmanager
 def llama_folder(small: bool) -> Iterator[Path]:
-    """A folder with a random llama, always the same one, as long as the block lasts."""
+    """Creates a folder with a random llama, always the same one, for the duration of the block."""
     library = transformers()
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     shape = TABLE["llama"] | (TABLE["small"] if small else {})
@@ -146,7 +146,7 @@ def llama_folder(small: bool) -> Iterator[Path]:
 
 
 class Clock(list[float]):
-    """A streamer that notes when tokens came: first the prompt, then one call per step."""
+    """A streamer that notes when tokens arrive: first the prompt, then one call per step."""
 
     def put(self, value: object) -> None:
         self.append(perf_counter())
@@ -164,7 +164,7 @@ class Peer:
         self.model.generation_config.pad_token_id = 0
 
     def generate(self, work: Work) -> Played:
-        """One static batch; tokens beyond a request's own number do not count."""
+        """Plays one static batch; tokens beyond a request's own number do not count."""
         wide, clock, begin = max(map(len, work.prompts)), Clock(), perf_counter()
         ids = torch.tensor([(0,) * (wide - len(p)) + p for p in work.prompts])
         mask = torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in work.prompts])
@@ -178,13 +178,13 @@ class Peer:
         return Played(tuple(rows), clock[1] - begin, seconds)
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
-        """Seconds per step of a static batch after its first token."""
+        """Returns seconds per step of a static batch after its first token."""
         played = self.generate(Work(many, (steps + 1,) * len(many)))
         return (played.seconds - played.first_s) / steps
 
     @contextmanager
     def continuous(self, batching: Batching, work: Work) -> Iterator[Callable[[Work], Played]]:
-        """What plays on a running manager with twice the cache that the work needs at once."""
+        """Yields a function that plays work on a manager with twice the cache that `work` needs."""
         lens = [len(p) + n for p, n in zip(work.prompts, work.news, strict=True)]
         blocks = 2 * sum(-(-length // batching["page_size"]) for length in lens) + 2
         shape = batching | {"num_blocks": blocks, "allow_block_sharing": False}
@@ -198,8 +198,8 @@ class Peer:
             yield partial(play_all, manager)
 
     def disagreements(self, work: Work, mine: Played, theirs: Played) -> int:
-        """How many requests got other tokens. A first difference is allowed only where two tokens
-        are as good as equal."""
+        """Counts requests with different tokens. A first difference is allowed only where the best
+        two logits are nearly equal."""
         differing = 0
         for prompt, a, b in zip(work.prompts, mine.tokens, theirs.tokens, strict=True):
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
@@ -217,7 +217,7 @@ class Peer:
 
 
 def play_all(manager: Any, work: Work) -> Played:
-    """All requests at once on a running manager; an error of it is raised here."""
+    """Plays all requests together on a running manager; its errors are raised here."""
     begin, done = perf_counter(), dict[str, Any]()
     add = partial(manager.add_request, eos_token_id=-1)
     asked = zip(work.prompts, work.news, strict=True)
@@ -234,7 +234,7 @@ def play_all(manager: Any, work: Work) -> Played:
 
 
 def transformers() -> Any:
-    """The library, without progress bars and warnings between the lines of a benchmark."""
+    """Imports the library and silences its progress bars and warnings."""
     library: Any = importlib.import_module("transformers")
     library.utils.logging.disable_progress_bar()
     library.utils.logging.set_verbosity_error()
