@@ -117,8 +117,7 @@ class HostTimes:
 
 
 def homes(name: str) -> list[tuple[Any, str, Any]]:
-    """Returns (owner, attribute, function) for each place of a function; [] in a tree without
-    it."""
+    """Returns (owner, attribute, function) where a function is stored; [] in a tree without it."""
     where, _, path = name.partition(":")
     try:
         owner: Any = importlib.import_module(f"lockstep.{where}")

@@ -1,4 +1,4 @@
-"""The lab. Beside its modules lie their tables: recipes, features, properties, spoilt plans."""
+"""The lab. Stored beside its modules: recipes, features, properties, spoilt plans."""
 
 import json
 import tomllib
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(name: str, package: str = "lockstep.lab") -> dict[str, Any]:
-    """A TOML or JSON file beside the modules of a package."""
+    """Reads a TOML or JSON file stored beside the modules of a package."""
     text = (files(package) / name).read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
     return found

@@ -1,5 +1,5 @@
-"""`lockstep kernels`: every variant of `kernels.triton.variants`, compiled for sm_90 without a GPU,
-and whether its registers and its shared memory suffice. binaries.toml has the limits."""
+"""`lockstep kernels`: compiles every variant of `kernels.triton.variants` for sm_90, without a GPU,
+and checks its registers and shared memory. binaries.toml has the limits."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ LIMITS = table("binaries.toml")
 
 
 def run(args: Namespace) -> int:
-    """Lists variants, or compiles them and prints what each costs."""
+    """Lists variants, or compiles them and prints their costs."""
     only = args.only or [""]
     chosen = {n: v for n, v in variants().items() if any(text in n for text in only)}
     if not chosen:
@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
 
 
 def fault(name: str, costs: dict[str, int]) -> str:
-    """What is wrong with a variant, or nothing."""
+    """Returns what is wrong with a variant, or ""."""
     spills, most = LIMITS["loop_spills"].items(), LIMITS["shared_bytes"]
     if costs["loop_spills"] > next((n for begin, n in spills if name.startswith(begin)), 0):
         return f"{costs['loop_spills']} accesses to spilled registers in a hot loop"

@@ -1,11 +1,11 @@
-"""Which token a row of logits comes to, written down a second time: one row, numpy and floats,
-straight from the definition.
+"""A second text of the sampler: the token that a row of logits leads to, straight from the
+definition, one row at a time, in numpy and Python floats.
 
     bias, penalties, min_tokens, temperature, top-k, top-p, min-p, noise, argmax; ties by the lower
     id
 
-Knows nothing of `lockstep.sample` but its parameters. The oracle of the engine's cells chooses with
-it, and the sampler's cells compare with it.
+Of `lockstep.sample` it knows only the parameters. The oracle of the engine's cells chooses tokens
+with it, and the sampler's cells compare with it.
 """
 
 import math
@@ -24,7 +24,7 @@ WORD = 0xFFFFFFFF
 def choose(
     logits: Floats, params: SamplingParams, tokens: Ids, prompt_len: int, eos_ids: Ids = ()
 ) -> int:
-    """The next token after `tokens`, of which the first `prompt_len` are the prompt."""
+    """Returns the next token after `tokens`, of which the first `prompt_len` are the prompt."""
     scores = logits.astype(np.float32)
     for token, bias in params.biases:
         scores[token] += np.float32(bias)
@@ -44,7 +44,7 @@ def choose(
 
 
 def kept(scores: Floats, params: SamplingParams) -> NDArray[np.bool_]:
-    """What top-k, then top-p, and min-p leave."""
+    """Returns a mask of the tokens that remain after top-k, then top-p, and min-p."""
     possible = [i for i in range(len(scores)) if scores[i] > -np.inf]
     order = sorted(possible, key=lambda i: (-scores[i], i))
     order = order[: params.top_k] if params.top_k > 0 else order
@@ -58,7 +58,7 @@ def kept(scores: Floats, params: SamplingParams) -> NDArray[np.bool_]:
 
 
 def noise(seed: int, index: int, position: int, vocab_size: int) -> Floats:
-    """Gumbel noise of every token, as the definition says."""
+    """Returns the Gumbel noise of every token, as defined."""
     words = [
         w
         for group in range(-(-vocab_size // 4))
@@ -68,7 +68,7 @@ def noise(seed: int, index: int, position: int, vocab_size: int) -> Floats:
 
 
 def gumbel(word: int) -> float:
-    """-ln(-ln u) with u in the middle of the word's interval."""
+    """Returns -ln(-ln u), with u in the middle of the word's interval."""
     return -math.log(-math.log((word + 0.5) / 2**32))
 
 

@@ -1,5 +1,5 @@
-"""`lockstep lab ...` and `lockstep check-env`: each command runs something, writes what was asked
-for, and prints a short account of it. `cli` calls it with parsed arguments; knows no parser."""
+"""`lockstep lab ...` and `lockstep check-env`: each command runs something, writes the requested
+files, and prints a short report. `cli` calls them with parsed arguments."""
 
 import time
 from argparse import Namespace
@@ -20,11 +20,11 @@ from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 BACKENDS = ("cpu", "reference")
-# besides dense, which is run in full
+# besides dense, which is run with every recipe
 QUICK_FEATURES = {"group-7", "window-sinks", "bf16-kv", "latent", "cross", "head-20", "embed"}
 QUICK_RECIPES = {"decode", "mixed", "verify-tree", "fork", "window-edges", "encode-decode"}
 QUICK_RECIPES |= {"embed", "embed-long"}
-QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # of the engine's table
+QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # in the engine's table
 
 
 def options_of(args: Namespace) -> RunOptions:
@@ -36,7 +36,7 @@ def options_of(args: Namespace) -> RunOptions:
 
 
 def run(args: Namespace) -> int:
-    """`lab run`."""
+    """Runs `lab run`."""
     todo = chosen_cells(args)
     if args.list:
         for cell in todo:
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
 
 
 def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> document.Document:
-    """Runs cells under a progress bar."""
+    """Runs cells under a progress bar and returns their document."""
     begin = time.perf_counter()
     results: dict[cells.Cell, cells.Result] = {}
     with Progress(len(todo), "lab run") as bar:
@@ -65,7 +65,7 @@ def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> doc
 
 
 def kills(args: Namespace) -> int:
-    """`lab reverts`. Elsewhere than on ours, a bug that changes nothing is not proven: no
+    """Runs `lab reverts`. For a backend that is not ours, an unproven bug is reported and is no
     failure."""
     every = reverts.names()
     names = picked("a revert is a file in lab/reverts", args.name, every) or every
@@ -87,7 +87,7 @@ def kills(args: Namespace) -> int:
 
 
 def matrix(args: Namespace) -> int:
-    """`lab matrix`."""
+    """Runs `lab matrix`."""
     backends, folder = picked_backends(args.backend), Path(args.docs)
     if not folder.is_dir():
         rule, remedy = "the pages lie in docs/ of the repository", "Run this at its root, or pass"
@@ -117,7 +117,7 @@ def matrix(args: Namespace) -> int:
 
 
 def cell_story(args: Namespace) -> int:
-    """`lab show`."""
+    """Runs `lab show`."""
     cell, options = cells.Cell.parse(args.cell), options_of(args)
     steps = show.story(cell, options)
     if args.step is not None and not 0 <= args.step < len(steps):
@@ -130,7 +130,7 @@ def cell_story(args: Namespace) -> int:
 
 
 def check_env(args: Namespace) -> int:
-    """`check-env`. As many threads as torch has work in the kernels."""
+    """Runs `check-env`. Kernels use as many threads as torch."""
     folder = cache.folder()
     count = len(list(folder.rglob("*.nbc")))
     compiled = f"{count} compiled" if count else "nothing yet: the first run compiles"
@@ -145,10 +145,10 @@ def check_env(args: Namespace) -> int:
 
 
 def inspect_backend(name: str) -> dict[str, Any]:
-    """What a backend states, or why it cannot be had."""
+    """Returns what a backend states, or why it cannot be loaded."""
     try:
         caps = select.load(name).caps
-    except Exception as error:  # of another package that cannot be imported: a reason to show
+    except Exception as error:  # another package's import may raise anything: shown as the reason
         return {"available": False, "reason": f"{type(error).__name__}: {error}"}
     invariances = ", ".join(sorted(caps.invariances))
     bits = f"bits promised over {invariances}" if invariances else "values only"
@@ -157,7 +157,7 @@ def inspect_backend(name: str) -> dict[str, Any]:
 
 
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
-    """The cells that the options name."""
+    """Returns the cells that the options select."""
     backends, device = picked_backends(args.backend), Device.of(args.device, args.dtype)
     every = [r.name for table in TABLES for r in table.recipes]
     recipes = picked("a recipe is one of the lab's", args.recipe, every)
@@ -175,7 +175,7 @@ def chosen_cells(args: Namespace) -> list[cells.Cell]:
 
 
 def quick(cell: cells.Cell) -> bool:
-    """All recipes on a plain feature, a handful on others; every engine recipe on one model."""
+    """All recipes on a plain feature, a few on others; every engine recipe on one model."""
     if cell.table is ENGINE:
         return cell.feature == QUICK_MODEL or cell.recipe in QUICK_SAMPLER
     few = cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES
@@ -183,15 +183,15 @@ def quick(cell: cells.Cell) -> bool:
 
 
 def picked_backends(given: list[str] | None) -> list[str]:
-    """The backends that --backend names, or ours, each of which can be loaded."""
+    """Returns the backends that --backend names (default: ours), after loading each."""
     chosen = picked("a backend is installed", given, select.names()) or list(BACKENDS)
     for name in chosen:
-        select.load(name)  # here, where its reason is one line; not in every worker process
+        select.load(name)  # fails here with a one-line reason, not in every worker process
     return chosen
 
 
 def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[str]:
-    """Values of a repeatable option, commas split, each one checked."""
+    """Returns the values of a repeatable option, split at commas and checked."""
     values = list(dict.fromkeys(part for text in given or [] for part in text.split(",") if part))
     for value in values:
         if value not in allowed:

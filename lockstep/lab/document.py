@@ -1,6 +1,6 @@
-"""What ran, as one JSON document: where (a measurement without that is worth nothing), when, by
-which command, and what came out; and the templates by which pages and stories are made from it.
-Every command of the lab and of the benchmarks publishes one. Knows no tensors and runs nothing."""
+"""The JSON document of a run: environment (without which a measurement is worth nothing), date,
+command, results; and the templates that make pages and reports from it. Every command of the lab
+and of the benchmarks publishes one. Knows no tensors and runs nothing."""
 
 import datetime
 import json
@@ -32,13 +32,13 @@ Filters = Iterable[Callable[..., Any]]
 
 
 def head() -> Document:
-    """What every document begins with."""
+    """Returns the beginning of every document."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"command": command_line(), "date": now, "environment": environment()}
 
 
 def environment() -> dict[str, str | int]:
-    """Versions, commit, processor, cores, platform; packages are not imported for it."""
+    """Returns versions, commit, processor, cores, platform, without importing the packages."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return {
         "lockstep": __version__,
@@ -53,7 +53,7 @@ def environment() -> dict[str, str | int]:
 
 
 def cpu_model() -> str:
-    """The processor's own name, with the vector sets that matter."""
+    """Returns the processor's name, with its vector sets that matter."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or "unknown"
@@ -64,7 +64,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """Of the checkout of the package, with + for local changes; "none" outside of one."""
+    """Returns the package's commit, with + for local changes; "none" outside of a checkout."""
     command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     folder = Path(__file__).parent
     try:
@@ -74,14 +74,14 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """The command as it was typed, without where it lies."""
+    """Returns the command as typed, without the program's folder."""
     words = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     revert = os.environ.get(VARIABLE)
     return f"{VARIABLE}={revert} {words}" if revert else words
 
 
 def publish(args: Namespace, doc: Any, lines: Iterable[str]) -> None:
-    """The document where --json says, the lines for people: on stderr where stdout is --json's."""
+    """Writes the document where --json says; prints lines, to stderr if the JSON is on stdout."""
     if args.json:
         write(doc, args.json)
     print("\n".join(lines), file=sys.stderr if args.json == "-" else sys.stdout)
@@ -93,12 +93,12 @@ def write(doc: Any, where: str) -> None:
 
 
 def clean(value: Any) -> Any:
-    """As JSON gives it back, with null for what it has no number for."""
+    """Returns the value as JSON reads it back, with null for numbers that JSON lacks."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def read(where: str, command: str, *keys: str) -> Document:
-    """A document that `command --json` wrote: it has these keys."""
+    """Reads a document that `command --json` wrote and checks that it has these keys."""
     rule, remedy = f"--from names a document of `{command} --json`", "Write one with that command"
     try:
         value = json.loads(Path(where).read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def read(where: str, command: str, *keys: str) -> Document:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Columns as wide as their widest entry, two blanks between them."""
+    """Aligns columns to their widest entries, two blanks apart."""
     columns = []
     for i, column in enumerate(zip(*rows, strict=True)):
         justify, width = str.rjust if i in right else str.ljust, max(map(len, column))
@@ -121,7 +121,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 
 
 def of_run(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) -> Document:
-    """The document of a run that judged `cells`, each as `Result.as_json` gives it."""
+    """Returns the document of a run that judged `cells`, each as `Result.as_json` gives it."""
     kept = list(cells)
     return {
         **head(),
@@ -134,7 +134,7 @@ def of_run(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) 
 
 
 def summary(cells: Sequence[Document]) -> Document:
-    """Counts by backend, and the worst cell of each by its share of the tolerance."""
+    """Counts verdicts by backend, with the cell that uses most of its tolerance."""
     backends: Document = {}
     for name in dict.fromkeys(c["backend"] for c in cells):
         mine = [c for c in cells if c["backend"] == name]
@@ -148,7 +148,7 @@ def summary(cells: Sequence[Document]) -> Document:
 
 
 def render(name: str, filters: Filters = (), package: str = "lockstep.lab", **values: Any) -> str:
-    """The template `name`.j2 of a package; what is not given is an error. HTML is escaped."""
+    """Renders the template `name`.j2 of a package. A missing value is an error; HTML is escaped."""
     engine = Environment(
         loader=PackageLoader(package, ""),
         autoescape=name.endswith(".html"),
@@ -162,11 +162,11 @@ def render(name: str, filters: Filters = (), package: str = "lockstep.lab", **va
 
 
 def text(name: str, package: str = "lockstep.lab", **values: Any) -> list[str]:
-    """A template for a terminal, in lines."""
+    """Renders a template for a terminal and returns its lines."""
     made = render(name, (aligned, number), package, variable=VARIABLE, **values)
     return made.rstrip("\n").split("\n")
 
 
 def number(value: float | None) -> str:
-    """Two digits."""
+    """Formats a number with two significant digits."""
     return "not a number" if value is None else f"{value:.2g}"

@@ -1,8 +1,8 @@
-"""Answers that must not change: tokens and log-probability bits of some hundred requests, kept in a
-file by the name of the order and the versions of what compiles it.
+"""Golden answers, which must not change: tokens and log-probability bits of some hundred requests,
+in a file by the name of the order and the versions of the compilers.
 
-The requests go over the built-in model and a small model of every type, written to a folder as a
-user has it. They run together in a cramped engine (small pages, short chunks, few of them), which
+The requests go to the built-in model and to a small model of every type, written to a folder as a
+user has it. They run together in a cramped engine (small pages, short chunks, few pages), which
 changes no answer but takes every path. `lockstep lab golden` and tests call it.
 """
 
@@ -29,17 +29,17 @@ from lockstep.lab.tiny import configs, shapes
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
-# one config per model_type, every field stated: a change of them would be one of the answers
+# one config per model_type, every field stated: changing one would change the answers
 MODELS = configs("golden_models.json")
 CRAMPED, TEXTS, PARAMS = table("golden_requests.json").values()
 VOCAB = 97
 Answers = dict[str, dict[str, Any]]  # name of a request -> its answer
-REQUESTS = 28  # of every model
-PATHS = ("hit_tokens", "preempted", "forked")  # what must have happened for a file to be worth it
+REQUESTS = 28  # per model
+PATHS = ("hit_tokens", "preempted", "forked")  # must have happened for a file to be written
 
 
 class GoldenRequest(NamedTuple):
-    """One question. `kind` says which call of the surface asks it."""
+    """One request. `kind` says which public call makes it."""
 
     name: str
     kind: str  # generate | items | embed
@@ -49,12 +49,12 @@ class GoldenRequest(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """`lab golden`: compares, or adds; 1 if a bit has changed."""
+    """Runs `lab golden`: compares, or records; returns 1 if a bit has changed."""
     file, device = Path(args.file), Device.of(args.device, args.dtype)
     if args.write:
         outfile.check("--file", args.file)
         read(file)
-    else:  # that it has answers is found out before the work, like the above
+    else:  # raises before the work if the file has no answers for this key
         compare(file, {}, key(device))
     found, counters = answers(device)
     added = record(file, found, counters, key(device)) if args.write else 0
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def key(device: Device = CPU) -> str:
-    """Which answers these are: the order and what compiles it; elsewhere the device and dtype."""
+    """Returns the key of answers: the order, or device and dtype, and its compilers' versions."""
     name, compilers = f"{device.name} {device.dtype}", ["torch", "numba", "llvmlite"]
     if device == CPU:
         name = order.ORDER_NAMES[order.CPU]
@@ -77,7 +77,7 @@ def key(device: Device = CPU) -> str:
 
 
 def answers(device: Device = CPU) -> tuple[Answers, Counter[str]]:
-    """Every answer on this machine, and the counters of the engines that gave them."""
+    """Returns every answer on this machine, and the counters of the engines that gave them."""
     found, counters = Answers(), Counter[str]()
     options = {**CRAMPED, "device": device.name, "dtype": device.dtype}
     bar = Progress(1 + len(MODELS), "lab golden")
@@ -92,7 +92,7 @@ def answers(device: Device = CPU) -> tuple[Answers, Counter[str]]:
 
 
 def ask(llm: LLM, asked: Sequence[GoldenRequest]) -> Answers:
-    """Those of one model: everything that is generated runs together."""
+    """Returns the answers of one model; everything that is generated runs together."""
     found = Answers()
     kinds = ("generate", "items", "embed")
     together, items, embeds = ([r for r in asked if r.kind == kind] for kind in kinds)
@@ -113,12 +113,12 @@ def ask(llm: LLM, asked: Sequence[GoldenRequest]) -> Answers:
 
 
 def bits(values: NDArray[np.float32] | None) -> str:
-    """float32 numbers as hexadecimal digits, eight each."""
+    """Returns float32 numbers as hexadecimal digits, eight each."""
     return "" if values is None else np.asarray(values, "<f4").tobytes().hex()
 
 
 def requests(model: str) -> list[GoldenRequest]:
-    """The questions to a model: a function of its name."""
+    """Returns the requests to a model, a function of its name."""
     rng = random.Random(zlib.crc32(model.encode()))
     kinds = ["embed"] if model == "bert" else ["generate"] * 5 + ["items", "embed"]
     options = dict(PARAMS)  # greedy and sampled, cut, penalised, forked, scored
@@ -146,7 +146,7 @@ def requests(model: str) -> list[GoldenRequest]:
 
 
 def model_folder(name: str, parent: Path) -> str | None:
-    """The folder of a small model, written as a user would have it; None is the built-in one."""
+    """Writes a small model's folder as a user would have it; None is the built-in model."""
     if name == "builtin":
         return None
     from safetensors.torch import save_file
@@ -160,7 +160,7 @@ def model_folder(name: str, parent: Path) -> str | None:
 
 
 def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Numbers that follow from the name alone: single exact operations on the bits of a counter."""
+    """Draws numbers that depend on the name alone, by exact operations on the bits of a counter."""
     generator = np.random.Philox(key=zlib.crc32(name.encode()))
     raw = generator.random_raw(int(np.prod(shape))) >> np.uint64(40)
     uniform = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
@@ -172,7 +172,7 @@ def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def read(file: Path) -> dict[str, Answers]:
-    """What was recorded, by key; nothing where there is no file yet."""
+    """Returns the recorded answers by key; empty if there is no file yet."""
     try:
         return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
     except (ValueError, OSError):
@@ -181,7 +181,7 @@ def read(file: Path) -> dict[str, Answers]:
 
 
 def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | None = None) -> int:
-    """Adds the answers that the file does not have: how many. A differing one is an error."""
+    """Adds answers that the file lacks and returns their number. A differing one is an error."""
     if missed := ", ".join(path for path in PATHS if not counters.get(path)):
         raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
     recorded = read(file)
@@ -196,7 +196,7 @@ def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | 
 
 
 def compare(file: Path, found: Answers, mine: str | None = None) -> list[str]:
-    """What differs from the file, in words; an error where the file knows nothing of this key."""
+    """Describes differences from the file; raises if the file has no answers for this key."""
     recorded, mine = read(file), mine or key()
     if mine not in recorded:
         have = f"answers for {' | '.join(recorded) or 'nothing'}"
@@ -208,7 +208,7 @@ def compare(file: Path, found: Answers, mine: str | None = None) -> list[str]:
 
 
 def differences(known: Answers, found: Answers) -> list[str]:
-    """Answers that both have and that are not the same."""
+    """Describes answers that both have and that differ."""
     return [
         f"{name}: {part} differs"
         for name, answer in found.items()

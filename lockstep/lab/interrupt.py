@@ -1,8 +1,8 @@
 """Interrupts at any moment: afterwards every page is accounted for and every answer has its bits.
 
-A trial has an engine that has been through all trials before it, a bystander whose stream was
-begun, and a call that is struck by KeyboardInterrupt: by a timer, in a thread, or by a trace
-function. `lockstep lab interrupts` and tests run it; docs/lab.md has the ways.
+A trial has an engine that has been through all earlier trials, a bystander request whose stream has
+been started, and a call that a KeyboardInterrupt strikes: by a timer, in a thread, or by a trace
+function. `lockstep lab interrupts` and tests run it; docs/lab.md describes the ways.
 """
 
 import ctypes
@@ -38,11 +38,11 @@ from lockstep.sample.params import SamplingParams
 MODELS = (LLAMA, QWEN3, BART)
 PACKAGE = Path(__file__).parent.parent
 ENGINE = tuple(str(path) for path in PACKAGE.iterdir() if path.name not in ("lab", "bench"))
-TRACED = tuple(str(PACKAGE / name) for name in ("llm", "sched", "kv", "run"))  # they hold state
-CHUNK = 24  # rows of a step; sources and embedded prompts are at most so long
+TRACED = tuple(str(PACKAGE / name) for name in ("llm", "sched", "kv", "run"))  # packages with state
+CHUNK = 24  # rows of a step, and the longest source or embedded prompt
 ITEMS = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
 AGAIN_S = 0.002  # a second interrupt follows the first within this time
-BYSTANDER = (  # whose stream was begun
+BYSTANDER = (  # its stream was started before the interrupt
     [3 + i for i in range(20)],
     SamplingParams(max_tokens=14, temperature=0.8, seed=77, n=2, logprobs=1, stop=("thx",)),
 )
@@ -50,11 +50,11 @@ BYSTANDER = (  # whose stream was begun
 Answer = tuple[Any, ...]
 Wish = Callable[[LLM], Answer]  # a call of the public surface
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
-Strike = Callable[[Iterator[Any]], "Strikes"]  # while somebody's stream is read, or not
+Strike = Callable[[Iterator[Any]], "Strikes"]  # gets the bystander's stream, to read or not
 
 
 def answered(kind: str, prompts: list[list[int]], params: SamplingParams, llm: LLM) -> Answer:
-    """A call of some kind; two answers of it can be compared."""
+    """Makes a call of some kind and returns its answer in comparable form."""
     if kind == "stream":
         chunks, n = list(llm.stream(prompts[0], params)), params.n
         ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
@@ -71,19 +71,19 @@ def answered(kind: str, prompts: list[list[int]], params: SamplingParams, llm: L
 class Trial(NamedTuple):
     model: str
     way: str
-    where: tuple[str, ...]  # the functions that were struck while a call was running
+    where: tuple[str, ...]  # innermost engine functions at each interrupt of the call
     faults: tuple[str, ...]
 
 
 def engine(tiny: Tiny, **options: Any) -> Engine:
-    """An engine for a tiny model: chunks, evictions and preemptions in every trial."""
+    """Returns an engine for a tiny model, with chunks, evictions and preemptions in every trial."""
     tight = {"page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": CHUNK}
     given = {"context_length": CONTEXT, "max_running_requests": 6, **tight, **options}
     return Engine(EngineConfig.from_names(given), parts(tiny, select.load("cpu")))
 
 
 def wishes(tiny: Tiny) -> list[Wish]:
-    """The calls of the table; an encoder-decoder reads short sources, of which it says nothing."""
+    """Returns the calls of the table. For an encoder-decoder, sources are short and not scored."""
     stem, out = words(30, 5), list[Wish]()
     for call in table("interrupt_calls.toml")["calls"]:
         prompts = [[*stem[:count], last] for count, last in call["prompts"]]
@@ -97,12 +97,12 @@ def wishes(tiny: Tiny) -> list[Wish]:
 
 
 def texts_of(chunks: Sequence[Chunk], n: int) -> list[str]:
-    """What was streamed, by completion."""
+    """Returns the streamed text of each completion."""
     return ["".join(c.text for c in chunks if c.index == i) for i in range(n)]
 
 
 def bits(output: Output) -> Answer:
-    """Everything of an answer but what the cache had."""
+    """Returns everything in an output but the count of cached tokens."""
     answer: list[Any] = [output.prompt_top_logprobs]
     for c in output.completions:
         answer += [c.index, c.text, c.token_ids, c.finish_reason, c.top_logprobs, c.error]
@@ -111,11 +111,11 @@ def bits(output: Output) -> Answer:
 
 
 class Subject:
-    """A fresh engine under interrupts, and what it has to answer."""
+    """A fresh engine under interrupts, and the answers that it must give."""
 
     def __init__(self, tiny: Tiny) -> None:
         self.tiny, self.llm, self.wishes = tiny, LLM.of(engine(tiny)), wishes(tiny)
-        # an engine that does nothing else: no cache, no neighbours, room for all
+        # an undisturbed engine: no cache, no neighbours, room for every request
         calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
         self.answers = [wish(calm) for wish in self.wishes]
         prompt, params = BYSTANDER
@@ -124,14 +124,14 @@ class Subject:
 
 
 class Strikes:
-    """What the victim's calls came to: where they were struck, or their answers."""
+    """The outcomes of the victim's calls: where they were struck, or their answers."""
 
     def __init__(self) -> None:
         self.where: list[str] = []
         self.returned: list[Answer] = []
 
     def call(self, wish: Wish, llm: LLM, trace: "Aim | None" = None) -> bool:
-        """Whether it was struck."""
+        """Makes the call; returns whether it was struck."""
         before = sys.gettrace()
         sys.settrace(trace or before)
         try:
@@ -150,8 +150,8 @@ class Strikes:
 def by_timer(
     subject: Subject, number: int, rng: random.Random, stream: object, calls: int = 1
 ) -> Strikes:
-    """As Ctrl-C does it, at a random moment of the call; of several the others are struck too, each
-    within AGAIN_S."""
+    """Strikes like Ctrl-C, at a random moment of the call. With several `calls`, each later one is
+    struck too, within AGAIN_S of the one before."""
     first_s, left, strikes = rng.uniform(0, 1.2 * subject.seconds[number]) + 1e-6, calls, Strikes()
 
     def strike(*_: object) -> None:
@@ -162,7 +162,7 @@ def by_timer(
         if left >= 0:
             raise KeyboardInterrupt
 
-    # Python drops what strikes in a destructor; a reporter of that must not be struck itself
+    # Python drops an interrupt in a destructor, and its report must not be struck itself
     unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
     before = signal.signal(signal.SIGALRM, strike)
     try:
@@ -172,7 +172,7 @@ def by_timer(
                 calls -= 1
         finally:
             left = 0
-    except KeyboardInterrupt:  # in between: in the rig itself
+    except KeyboardInterrupt:  # between calls: in the lab's own code
         left = 0
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
@@ -181,11 +181,11 @@ def by_timer(
 
 
 def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterator[Any]) -> Strikes:
-    """Into a thread that calls, while this one reads the bystander's stream, or not."""
+    """Interrupts a call in a thread, while this one reads the bystander's stream, or not."""
     strikes = Strikes()
 
     def work() -> None:
-        with suppress(KeyboardInterrupt):  # in the rig itself
+        with suppress(KeyboardInterrupt):  # in the lab's own code
             strikes.call(subject.wishes[number], subject.llm)
 
     thread = threading.Thread(target=work)
@@ -207,7 +207,7 @@ WAYS["again"] = partial(by_timer, calls=3)
 
 
 class Aim:
-    """A trace function: notes the events of the traced packages and raises at number `at`."""
+    """A trace function that records the events of the traced packages and interrupts event `at`."""
 
     def __init__(self, at: int = -1, opcodes: bool = False) -> None:
         self.at, self.opcodes = at, opcodes
@@ -227,7 +227,7 @@ class Aim:
 
 
 def trial(subject: Subject, seed: int) -> Trial:
-    """One trial of the engine, by number."""
+    """Runs trial number `seed` on the engine."""
     rng = random.Random(seed)
     way = rng.choice(("timer", "timer", "again", "thread"))
     number = rng.randrange(len(subject.wishes))
@@ -235,7 +235,7 @@ def trial(subject: Subject, seed: int) -> Trial:
 
 
 def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.Random) -> Trial:
-    """Begins a bystander, strikes, and looks at everything afterwards."""
+    """Starts a bystander, strikes, and checks everything afterwards."""
     llm, faults = subject.llm, list[str]()
     prompt, params = BYSTANDER
     read, streamed = tee(llm.stream(prompt, params))
@@ -268,7 +268,7 @@ def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.
 
 
 def books(engine: Engine) -> list[str]:
-    """Idle, every page is free or cached, as `check` counts; nobody is left inside."""
+    """Checks that an idle engine's pages are free or cached, and that no request is left."""
     engine.check()
     scheduler = engine.scheduler
     queues = (engine.generations, scheduler.running, scheduler.waiting, scheduler.embeds)
@@ -277,7 +277,7 @@ def books(engine: Engine) -> list[str]:
 
 
 def run(subjects: dict[Tiny, Subject], count: int, seed: int) -> Iterator[Trial]:
-    """Trials by turns over the subjects until `count` interrupts have struck."""
+    """Yields trials, alternating between subjects, until `count` interrupts have struck."""
     struck, models = 0, list(subjects)
     while struck < count:
         tiny = models[seed % len(models)]
@@ -291,9 +291,9 @@ def run(subjects: dict[Tiny, Subject], count: int, seed: int) -> Iterator[Trial]
 def sweep(
     tiny: Tiny, opcodes: bool, second: bool, seed: int = 0, part: tuple[int, int] = (0, 1)
 ) -> Iterator[Trial]:
-    """Strikes every line, or every bytecode, that a call executes: a trial each. With `second` the
-    call was struck before, while a step's result was being written, and what is struck now is its
-    recovery. `part` (i, n): every n-th of them, from the i-th on."""
+    """Strikes every line, or every bytecode, that a call executes: a trial each. With `second`, an
+    earlier call was struck while a step's result was being written, and the recovery from that is
+    struck. `part` = (i, n) takes every n-th event, from the i-th on."""
     rng, made = random.Random(seed), Subject(tiny)
     number = 1  # several prompts and completions
     wish, plain, noted = made.wishes[number], Aim(), Aim(opcodes=opcodes)
@@ -313,14 +313,14 @@ def sweep(
         del seen[1 + max(i for i, event in enumerate(seen) if event[1] == "_recover") :]
     for i, event in enumerate(seen):
         moments.setdefault(event, []).append(i)
-    aims = [rng.choice(each) for each in moments.values()]  # of those at which it happens
+    aims = [rng.choice(each) for each in moments.values()]  # one occurrence of each event
     way = "recovery" if second else "aimed"
     for at in aims[part[0] :: part[1]]:
         yield judged(made, way, number, partial(strike, Aim(at, opcodes)), rng)
 
 
 def command(args: Namespace) -> int:
-    """`lab interrupts`: by chance, then, if asked for, at every line or bytecode."""
+    """Runs `lab interrupts`: at random, then, if requested, at every line or bytecode."""
     begin, trials = time.perf_counter(), list[Trial]()
     torch.set_num_threads(1)
     subjects = {tiny: Subject(tiny) for tiny in MODELS}

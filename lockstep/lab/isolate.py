@@ -1,8 +1,8 @@
-"""Processes that take jobs and may die: what happens in one cannot take the run down.
+"""Worker processes that may die: a crash in one does not end the run.
 
-A job is an argument of one module-level function. One that kills its process, or takes longer than
-allowed and is killed, is an answer too (`Died`), and a fresh process takes the place of its own.
-Knows nothing of cells.
+A job is an argument of one module-level function. A job that kills its process, or exceeds its time
+limit and is killed, has an answer too (`Died`), and a fresh process replaces its own. This module
+knows nothing of cells.
 """
 
 import atexit
@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-# threads that wait sleep: several processes whose threads spin are fifty times slower
+# waiting threads sleep: with several processes, spinning threads are fifty times slower
 WAITING = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @dataclass(frozen=True)
 class Died:
-    """The process that had the job is gone; `reason` in words, and the code that it ended with."""
+    """The process that ran the job is gone: the reason in words, and its exit code."""
 
     reason: str
     code: int = 0
@@ -30,9 +30,9 @@ class Died:
 def run(
     work: Callable[[Any], Any], jobs: Sequence[Any], workers: int, limit_s: Callable[[Any], float]
 ) -> Iterator[tuple[Any, Any]]:
-    """(job, answer or Died) as they come. `limit_s(job)`: how long a job may take before its
-    process is killed. What `work` raises is raised here: an error of the lab."""
-    from pebble import ProcessExpired, ProcessPool  # of the extra `lab`, others do without it
+    """Yields (job, answer or Died) as they complete. `limit_s(job)` is how long a job may take
+    before its process is killed. An exception of `work` is raised here: an error of the lab."""
+    from pebble import ProcessExpired, ProcessPool  # in the extra `lab`; nothing else needs it
 
     workers = max(1, min(workers, len(jobs)))
     threads = max(1, (os.cpu_count() or 1) // workers)
@@ -63,7 +63,7 @@ def run(
 
 
 def _begin(threads: int) -> None:
-    """The beginning of a process: the asked-for bug, if any, is put back for its whole life."""
+    """Initializes a worker process; the requested bug, if any, is put back for its whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     import torch
 

@@ -1,6 +1,5 @@
-"""How cells are run: on which device and in which dtype, with the plan's checks or without, in full
-or quickly. The commands make one value of these, and everything that plays a cell is handed it.
-"""
+"""How cells are run: the device and dtype, with or without the plan's checks, in full or quickly.
+The commands make one value of these, and everything that plays a cell receives it."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,13 +21,13 @@ class Device:
 
     @staticmethod
     def of(name: str, dtype: str | None = None) -> "Device":
-        """The device called `name`; without a dtype its own."""
+        """Returns the device called `name`, by default with its own dtype."""
         ops, _ = select(name, dtype or "auto")
         return Device(name, str(ops.dtype).removeprefix("torch."))
 
     @property
     def ops(self) -> Ops:
-        """Its table of operations, made anew: what a test or a revert put into it is in it."""
+        """A new table of operations, with whatever a test or a revert has put into its class."""
         return marked(_table(self.name, self.dtype)(self.dtype))
 
     @property
@@ -47,18 +46,18 @@ class Device:
 
     @property
     def flags(self) -> str:
-        """Of a command that is to run here."""
+        """The command-line flags that select this device."""
         return "" if self == CPU else f" --device {self.name} --dtype {self.dtype}"
 
     def specs(self, groups: tuple[GroupSpec, ...]) -> tuple[GroupSpec, ...]:
-        """Groups as they are here: a cache that rounds nothing has the dtype of activations."""
+        """Returns the groups for this device: float32 caches take the dtype of activations."""
         own = {g for g in groups if g.layout is not Layout.FRESH and g.kv_dtype == "float32"}
         return tuple(replace(g, kv_dtype=self.dtype) if g in own else g for g in groups)
 
 
 @lru_cache
 def _table(name: str, dtype: str) -> type[Any]:
-    """The class of a device's table: entry points are read once."""
+    """Returns the class of a device's table; entry points are read once."""
     return type(select(name, dtype)[0])
 
 
@@ -67,7 +66,7 @@ CPU = Device()
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Of a run of cells. Without `checks` plans are not checked before they run."""
+    """Options of a run of cells. Without `checks`, plans are not checked before they run."""
 
     device: Device = CPU
     checks: bool = True

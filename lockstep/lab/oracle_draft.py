@@ -1,8 +1,8 @@
-"""A draft that is right as often as it is told to: the plain continuation, with errors by seed.
+"""A draft with a fixed acceptance rate: the plain continuation, with errors drawn by seed.
 
-It stands before a model's draft, an EAGLE-3 head with random weights, which it lets guess first, so
-that every guess costs what that model's would; `propose` is all that it replaces. Where that one's
-chain is still on the device, the tokens are put in its place there. Knows answers by request id;
+It wraps a model's draft, an EAGLE-3 head with random weights, and lets it guess first, so every
+guess costs what that model's would; only `propose`'s tokens are replaced. If the model's chain is
+still on the device, the tokens are written in its place there. Answers are known by request id.
 `lab bits` and the benchmark of a card put it into engines.
 """
 
@@ -31,15 +31,15 @@ from lockstep.spec.eagle import decoder
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
 
-RIGHT = 0.8105  # of the guesses: a + a^2 + a^3 = 2, so that three of them bring 3.0 tokens a step
+RIGHT = 0.8105  # chance of each guess: a + a^2 + a^3 = 2, so three yield 3.0 tokens a step
 OPTIONS = {"speculative_algorithm": "eagle3", "speculative_num_steps": 3, "graphs": True}
 COUNTERS = (*DRAFTS, VERIFY, "accepted_drafts", "rejected_drafts")  # of an engine that drafts
-DRAFT_VOCAB = 32_000  # tokens that the head knows, at most
+DRAFT_VOCAB = 32_000  # largest draft vocabulary of the head
 
 
 class Oracle:
-    """Guesses of `draft`, replaced. Of the `answers`, by request id, each token is known with
-    probability `right`, or another is taken for it."""
+    """Replaces the guesses of `draft` by `answers`, by request id: each token is right with
+    probability `right`, otherwise another token is proposed."""
 
     def __init__(
         self, draft: ModelDraft, answers: Mapping[str, Sequence[int]], right: float
@@ -55,7 +55,7 @@ class Oracle:
             self.known[name] = [*tokens.tolist(), *[0] * draft.steps]
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Trees of the shapes that the draft has; along a first path the continuation."""
+        """Returns trees of the draft's shapes, with the continuation along their first path."""
         trees = self.draft.propose(requests)
         told = [self._told(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
         if not any(tree.token_ids and tree.token_ids[0] < 0 for tree in trees):
@@ -88,8 +88,8 @@ class Oracle:
 
 
 def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) -> None:
-    """From now on this draft speaks for the engine's. Where there is no card, decoding steps have
-    the buckets that they have there."""
+    """Makes this draft propose for the engine. Without a card, decoding steps get the buckets that
+    they have on one."""
     speculation = engine.speculation
     if speculation is None or not isinstance(speculation.draft, ModelDraft):
         rule = "an oracle stands before a model's draft"
@@ -101,7 +101,7 @@ def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) 
 
 
 def random_head(setup: DraftSetup) -> DraftModel:
-    """An EAGLE-3 head of the target's size, of weights that are drawn."""
+    """Returns an EAGLE-3 head for the target, with random weights."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(head_config(setup.target)), "utf-8")
         drawn = replace(setup.config, speculative_draft_model=folder, load_format="dummy")
@@ -109,7 +109,7 @@ def random_head(setup: DraftSetup) -> DraftModel:
 
 
 def head_config(target: Loaded) -> dict[str, Any]:
-    """As the authors' are: heads of 128, or of half a small model, four to a key's."""
+    """Shaped like published heads: size 128 or half a small model, four heads per KV head."""
     info, layers = target.info, len(decoder(target).blocks)
     size = min(128, info.hidden_size // 2)
     heads = info.hidden_size // size

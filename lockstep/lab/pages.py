@@ -1,8 +1,8 @@
-"""Pages made from what ran: docs/matrix.md, docs/known-failures.md, and one HTML file to look at.
+"""Pages made from a run's document: docs/matrix.md, docs/known-failures.md, and one HTML file.
 
-Those of docs hold verdicts and reasons and follow from the code (`promised`): comparing with that
-takes no run, and `lab run` proves it. Knows the document and not how it came about; the texts are
-*.j2. `commands` calls this.
+The pages of docs/ contain verdicts and reasons, which follow from the code (`promised`): checking
+them takes no run, and `lab run` proves them. This module reads documents and runs no cell; the
+texts are *.j2 files. `commands` calls it.
 """
 
 import re
@@ -27,7 +27,7 @@ Verdicts = dict[Cell, tuple[str, str]]  # verdict and reason
 
 
 def ran(doc: Document, backends: Sequence[str]) -> Verdicts:
-    """The verdicts of a run. Every cell has to be there, judged in full."""
+    """Returns the verdicts of a run, which must have judged every cell in full."""
     have = {str(c["cell"]): (str(c["verdict"]), str(c["reason"])) for c in doc["cells"]}
     want, wrong = cells(backends), ""
     missing = [c for c in want if str(c) not in have]
@@ -44,7 +44,7 @@ def ran(doc: Document, backends: Sequence[str]) -> Verdicts:
 
 
 def promised(backends: Sequence[str]) -> Verdicts:
-    """What a page may say at all: refused by a backend's caps, known by KNOWN, or passed."""
+    """Returns the verdicts a page may state: refused by caps, known by KNOWN, or passed."""
     out: Verdicts = {}
     loaded = {name: select.load(name) for name in backends}
     for cell in cells(backends):
@@ -58,7 +58,7 @@ def promised(backends: Sequence[str]) -> Verdicts:
 
 
 def matrix_page(verdicts: Verdicts) -> str:
-    """Per backend a table of attention and one of the engine: features down, recipes across."""
+    """Renders tables of attention and of the engine per backend: features down, recipes across."""
     marks = {(c.backend, c.recipe, c.feature): SYMBOLS[v] for c, (v, _) in verdicts.items()}
     backends = []
     for name in dict.fromkeys(c.backend for c in verdicts):
@@ -77,7 +77,7 @@ def markdown(verdicts: Verdicts, known: Mapping[str, str] = KNOWN) -> dict[str, 
 
 
 def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
-    """Files on disk that differ from what is generated, each with the first line that does."""
+    """Returns the files that differ from the generated text, each with its first differing line."""
     out = []
     for path, want in ((folder / name, text.splitlines()) for name, text in wanted.items()):
         have = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -89,7 +89,7 @@ def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
 
 
 def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
-    """Why cells were refused, once per feature and reason or for all; which cells failed."""
+    """Returns why cells were refused, per feature and reason or together, and which failed."""
     refused: dict[tuple[str, str], list[str]] = {}
     failed = []
     mine = {c: v for c, v in verdicts.items() if c.backend == backend and c.table is table}
@@ -109,7 +109,7 @@ def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
 
 
 def html(doc: Document) -> str:
-    """The page to look at: every cell's properties, and the historical bugs as case files."""
+    """Renders the HTML page: every cell's properties, and the historical bugs as case files."""
     return render(
         "report.html",
         (number, prose, inline),
@@ -128,12 +128,12 @@ def html(doc: Document) -> str:
 
 
 def prose(text: str) -> Markup:
-    """A story in lines: a paragraph, and each point of a list, is one."""
+    """Joins a text's lines into paragraphs and list items."""
     return inline(re.sub(r"(?<!\n)\n(?!\n|[-*]\s|\d+[.)]\s)", " ", text.strip()))
 
 
 def inline(text: str) -> Markup:
-    """Code in backticks; addresses, and owner/repository#number, as links."""
+    """Converts backticks to code; links addresses and owner/repository#number."""
     link = r'<a href="{}" rel="noreferrer">{}</a>'
     safe = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", str(escape(text)))
     safe = re.sub(r"(https?://[^\s<>()]+[^\s<>().,;])", link.format(r"\1", r"\1"), safe)

@@ -1,7 +1,6 @@
-"""The recipes of the sampler's cells: what must hold for the choice of a token, whatever model made
-the logits. They are made up: ties, masks, peaks and plains. Every choice is compared with `choice`,
-and with the CPU's kernel, whose bits are those of every device.
-"""
+"""The recipes of the sampler's cells: what must be true of the choice of a token, whatever model
+made the logits. They are made up: ties, masks, peaks and plains. Every choice is compared with
+`choice`, and with the CPU's kernel, whose bits every device must have."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,10 +20,10 @@ from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, RowBatch, noise_of
 
 WORDS = (0, 1, 2, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1)
-VOCAB = 37  # no multiple of 4, of which the noise makes its groups
-BLOCK = 256  # tokens whose noise is made at a time
+VOCAB = 37  # not a multiple of 4, the noise's group size
+BLOCK = 256  # tokens whose noise is computed together
 WIDE = 2 * BLOCK + 70  # a vocabulary of two blocks and a part of one
-FEW = 5  # best tokens that are asked for
+FEW = 5  # best tokens that are requested
 CLOSE = 2e-6  # two float32 roundings of the noise's largest value
 CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
 KINDS = table("sampler_kinds.json")["kinds"]
@@ -32,7 +31,7 @@ SIZES = {True: (160, 32, 1000), False: (400, 80, 4000)}  # rows, wide rows and d
 
 
 def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
-    """Logits with ties and masked tokens, rows of every kind of parameters with their pasts."""
+    """Returns logits with ties and masked tokens, and rows with every kind of parameters."""
     rng = np.random.default_rng(17)
     logits = rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))
     logits = logits.astype(np.float32)
@@ -49,7 +48,7 @@ def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
 def sample(
     rig: EngineHarness, logits: Tensor, rows: list[Row], eos_ids: tuple[int, ...] = (EOS,)
 ) -> sampler.Sampled:
-    """By the device's table, and brought back."""
+    """Samples by the device's operations and copies the result to the host."""
     there, batch = logits.to(rig.device.place), RowBatch.of(rows)
     found = sampler.sample(rig.parts.model.ops, there, batch, eos_ids)
     tokens, states = found.token_ids.cpu(), found.states.cpu()
@@ -74,7 +73,7 @@ def choices(rig: EngineHarness, quick: bool) -> None:
 
 
 def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
-    """Every row against the second text of the choice, and against the CPU's kernel."""
+    """Compares every row with the second text of the choice and with the CPU's kernel."""
     rig.counters["rows"] += len(rows)
     chosen = sample(rig, logits, rows).token_ids
     for r, row in enumerate(rows):
@@ -91,7 +90,7 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
 
 
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
-    """Of the chosen token and the best few, against float64; equal ones by the lower id."""
+    """Compares those of the chosen and the best tokens with float64; ties go to the lower id."""
     told = on_host(sampler.log_probs(rig.parts.model.ops, logits.to(rig.device.place), tokens, FEW))
     exact = logits.double().log_softmax(1)
     best = exact.sort(dim=1, descending=True, stable=True).indices[:, :FEW]
@@ -106,7 +105,7 @@ def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> Non
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:
-    """Equal logits so large that a float32 hardly has room for the noise."""
+    """Returns equal logits so large that float32 hardly has room for the noise."""
     past = np.array([7, 8, 9], np.int32)
     kinds = [SamplingParams(seed=seed, logprobs=0) for seed in range(24)]
     rows = [Row(params, len(past), len(past), past) for params in kinds]
@@ -116,7 +115,7 @@ def noisy_ties() -> tuple[Tensor, list[Row]]:
 
 
 def noise_at_the_ends(rig: EngineHarness) -> None:
-    """u lies in (0, 1) for every word, and the noise is the definition's."""
+    """Checks that u is in (0, 1) for every word, and that the noise is the definition's."""
     for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
         for word, x in zip(WORDS, map(float, gumbel(words)), strict=True):
             near = abs(x - choice.gumbel(word)) < CLOSE
@@ -130,7 +129,7 @@ def noise_at_the_ends(rig: EngineHarness) -> None:
 
 
 def ties(rig: EngineHarness) -> None:
-    """Equals go to the lower id: the best token, the last of top-k, the last of top-p."""
+    """Checks that ties go to the lower id: the best token, the last of top-k, the last of top-p."""
     equal = torch.zeros(1, VOCAB)
     limits = {"temperature": (0.0, 1), "top_k": (3, 3), "top_p": (3 / VOCAB, 3)}
     for name, (limit, allowed) in [*limits.items(), ("top_k", (1, 1))]:
@@ -142,7 +141,7 @@ def ties(rig: EngineHarness) -> None:
 
 
 def bad_rows(rig: EngineHarness) -> None:
-    """Rows that cannot be sampled say why, get nothing, and leave their neighbours alone."""
+    """Checks that rows that cannot be sampled report why, get no token, and affect no other row."""
     logits, rows = rows_of(24)
     bad = {3: (torch.nan, "NaN"), 8: (torch.inf, "+inf"), 13: (-torch.inf, "no token is left")}
     spoilt = logits.clone()
@@ -160,7 +159,7 @@ def bad_rows(rig: EngineHarness) -> None:
 
 
 def distribution(rig: EngineHarness, what: str, count: int) -> None:
-    """Counts over positions, completions and seeds against the probabilities."""
+    """Tests counts over positions, completions or seeds against the probabilities (chi-square)."""
     logits = torch.linspace(0, 2.5, 12)
     rows = []
     for i in range(count):
@@ -177,7 +176,7 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
 
 
 def seeds(rig: EngineHarness, quick: bool) -> None:
-    """A seed that nobody gave is drawn once, told, and good for a repetition."""
+    """Checks that a seed that was not given is drawn once, returned, and repeats the answer."""
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
     alone = [sample(rig, logits[r : r + 1], rows[r : r + 1]) for r in range(len(rows))]

@@ -1,7 +1,6 @@
-"""`lab show`: one cell, step by step, for people who want to know why it is red: what happened, the
-plan of every step, the page tables, and every row against its answer; a cell of the engine ends
-with what was found.
-"""
+"""`lab show`: one cell, step by step, for finding out why it is red: the acts, the plan of every
+step, the page tables, and every row against its answer. A cell of the engine ends with its
+findings."""
 
 import sys
 from dataclasses import asdict, fields
@@ -24,18 +23,19 @@ from lockstep.plan.step import Group, StepPlan
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import Layout, RuleError
 
-MOST = 40  # numbers of an array that is not asked for in full
+MOST = 40  # longer arrays are shortened unless requested in full
 
 
 class Watched(AttentionHarness):
-    """Keeps its plans and compares every row as soon as it is computed."""
+    """Records its plans and compares every row as soon as it is computed."""
 
     def watch(self, answers: list[list[Answer]]) -> list[dict[str, Any]]:
-        """Plays the whole story; an error of the code under test is the last thing told."""
+        """Plays the whole story and returns its steps; an error of the code under test is added
+        last."""
         self.answers, self.told = answers, list[dict[str, Any]]()
         try:
             self.run()
-        except Exception as error:  # a broken backend may raise anything: that is to be seen
+        except Exception as error:  # a broken backend may raise anything, which is shown
             self.told[-1]["error"] = f"{type(error).__name__}: {error}"
         return self.told
 
@@ -65,7 +65,7 @@ class Watched(AttentionHarness):
                         launch["rows"].append(place | self._row(g, layer, uid))
 
     def _row(self, g: int, layer: int, uid: int) -> dict[str, Any]:
-        """A token's row in a layer of a group, at its worst heads."""
+        """Compares a token's row in one layer of a group, at its worst heads."""
         answer = self.answers[g][layer]
         have, have_lse = (t[g][layer][uid].double() for t in (self.out, self.lse))
         out = worst_head(off(have, answer.out[uid]).amax(1), answer.out_tol[uid])
@@ -80,7 +80,7 @@ class Watched(AttentionHarness):
 
 
 def worst_head(error: Tensor, tolerance: Tensor) -> dict[str, Any]:
-    """Of a row's heads, the one that uses most of its tolerance."""
+    """Returns the head of a row that uses most of its tolerance."""
     used = (error / tolerance).nan_to_num(torch.inf, torch.inf)
     head, values = int(used.argmax()), {"error": error, "tolerance": tolerance, "used": used}
     return {"head": head, **{name: float(value[head]) for name, value in values.items()}}
@@ -104,7 +104,7 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
 
 
 def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
-    """Every step of every engine that the recipe starts, and at last what was found."""
+    """Returns every step of every engine that the recipe starts, and finally what was found."""
     recipe, tiny = cell.pair()
     rig, told = EngineHarness(tiny, select.load(cell.backend), options), list[dict[str, Any]]()
     known: list[InstrumentedEngine] = []
@@ -131,7 +131,7 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
 
 
 def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[str, Any]:
-    """Every array of a plan; `names` are the story's own numbers of its requests."""
+    """Returns every array of a plan; `names` identify its requests in the story."""
     told = []
     for g, group in zip(groups, plan.groups, strict=True):
         spec = group.spec
@@ -152,13 +152,13 @@ def arrays(value: StepPlan | Group) -> dict[str, Any]:
 
 
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
-    """The story to read (`show.txt.j2`). A step asked for by number is told in full."""
+    """Renders the story as text (`show.txt.j2`). A single requested step is shown in full."""
     recipe, feature = cell.pair()
     pair = {"recipe": recipe, "feature": feature}
     return render("show.txt", [array], cell=cell, **pair, steps=steps, only=only).rstrip("\n")
 
 
 def array(values: list[Any], full: bool) -> str:
-    """On one line; the middle of what is long left out unless asked for in full."""
+    """Formats values on one line, with the middle of a long array left out unless `full`."""
     shown: Any = {"threshold": sys.maxsize if full else MOST, "edgeitems": 8, "separator": ","}
     return " ".join(np.array2string(np.array(values), sys.maxsize, **shown).split())

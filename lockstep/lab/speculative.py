@@ -1,9 +1,8 @@
-"""Speculation under the lab: drafts that are right sometimes and wrong sometimes, the target with
-noise on its weights or a random head that shares its noise, and the options of the ways to draft.
+"""Speculation under the lab: drafts that are sometimes right and sometimes wrong (the target with
+noise on its weights, or a random head that imitates it), and the options of every way to draft.
 
-A `Recorder` keeps what a draft has proposed: it is a function of the tokens and the parameters, and
-of nothing that happened before. Knows tiny models; the engine's recipes, the fuzzer and tests use
-it.
+A `Recorder` checks that a proposal is a function of the tokens and the parameters, and of nothing
+that happened before. The module knows tiny models; engine recipes, the fuzzer and tests use it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from lockstep.spec import draft_model, eagle, eagle3
 from lockstep.spec.draft import Draft, DraftModel, DraftRequest, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
 
-NOISE = 0.05  # of a weight's size, on every weight of a draft
-HEAD_NOISE = 0.3  # the same, on most weights of a head
+NOISE = 0.05  # relative to the weights' deviation, on every weight of a draft model
+HEAD_NOISE = 0.3  # size of most weights of a head
 OPTIONS: dict[str, dict[str, Any]] = table("speculative.toml")["tiny"]
 NGRAM, CHAIN, EAGLE, EAGLE3, WIDE = OPTIONS.values()
 TREE, EAGLE3_TREE = CHAIN | WIDE, EAGLE3 | WIDE
@@ -34,7 +33,7 @@ HEADS: dict[str, type[eagle.Head]] = {"eagle": eagle.Eagle, "eagle3": eagle3.Eag
 
 @lru_cache(maxsize=16)
 def noisy(tiny: Tiny, scale: float = NOISE, device: Device = CPU, seed: int = 17) -> Loaded:
-    """The model with noise on its weights, `scale` times as large as they are."""
+    """Returns the model with noise on its weights, `scale` times their standard deviation."""
     tensors = checkpoint(tiny, device).tensors
     generator = torch.Generator().manual_seed(seed)
 
@@ -48,9 +47,9 @@ def noisy(tiny: Tiny, scale: float = NOISE, device: Device = CPU, seed: int = 17
 
 
 def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
-    """A head that says roughly what was said before: the token again, or what the target's last
-    state said. Tied embeddings like repeating, so it is right at times, with noise on its weights
-    wrong at others."""
+    """Returns a head that roughly repeats: the last token, or the token that the target's last
+    state favours. Tied embeddings favour repetition, so it is right at times, and its noise makes
+    it wrong at others."""
     kind, target = HEADS[str(setup.config.speculative_algorithm)], eagle.decoder(setup.target)
     raw = {**COMMON, "eagle_config": {eagle3.LAYERS: [0, 1, 1]}}
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +59,7 @@ def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
         weight: Tensor = size * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         if "norm" in name:
             weight += 1
-        if name == "fc.weight":  # EAGLE: of embedding and state the first; EAGLE-3: the last state
+        if name == "fc.weight":  # EAGLE copies the embedding; EAGLE-3 the last state
             copied = weight[:, : shape[0]] if kind is eagle.Eagle else weight[:, -shape[0] :]
             copied += torch.eye(shape[0])
         if name == "lm_head.weight":
@@ -72,7 +71,7 @@ def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
 
 
 def drafts(tiny: Tiny, device: Device = CPU) -> Callable[[DraftSetup], DraftModel]:
-    """How an engine of a tiny model loads its draft."""
+    """Returns the function by which a tiny model's engine loads its draft."""
 
     def load(setup: DraftSetup) -> DraftModel:
         if setup.config.speculative_algorithm in HEADS:
@@ -83,7 +82,7 @@ def drafts(tiny: Tiny, device: Device = CPU) -> Callable[[DraftSetup], DraftMode
 
 
 class Heard:
-    """A draft model whose logits are kept in `said`."""
+    """A draft model whose logits are also appended to `said`."""
 
     def __init__(self, model: DraftModel, said: list[Tensor]) -> None:
         self.model, self.said = model, said
@@ -97,9 +96,8 @@ class Heard:
 
 
 class Recorder:
-    """A draft that is watched. `known`: what was proposed before behind the same tokens, with the
-    same parameters and of the same size, and the bits of the first guess's logits; `differing`:
-    what was proposed otherwise since."""
+    """Records a draft. `known` maps tokens, parameters and size to the first proposal and the bits
+    of its first guess's logits; `differing` describes later proposals that deviate from it."""
 
     def __init__(self, draft: Draft, known: dict[Any, Any]) -> None:
         self.draft, self.knows_chances, self.known = draft, draft.knows_chances, known

@@ -1,11 +1,11 @@
 """`lockstep lab bits --speculative`: the built-in model with every draft at every temperature,
 against itself without any. How many tokens, how many bits of log-probabilities differ?
 
-Prompts are pieces of Python's own library. All three ways to sample stand in every batch: a block
-of prompts is computed plainly once, then with each draft. A column counts if its draft was right
-sometimes and wrong sometimes. The draft model is the target with noise on its weights, drawn by a
-seed. The document is written block by block, and a run that was ended goes on from it. Knows
-engines and files; the lab's commands call it.
+Prompts are pieces of Python's own library. A block of prompts, each sampled in all three ways, is
+one batch, computed plainly once, then with each draft. A column counts if its draft was sometimes
+right and sometimes wrong. The draft model is the target with noise on its weights, drawn by a seed.
+The document is written block by block; --from resumes an interrupted run. The module knows engines
+and files; the lab's commands call it.
 """
 
 import random
@@ -34,22 +34,22 @@ from lockstep.run.kind import DRAFT, EXTEND, VERIFY
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
-BLOCK = 16  # prompts that are computed together, each at three temperatures
+BLOCK = 16  # prompts computed together, each at three temperatures
 BLOCK_S = 1800.0  # a block that takes longer has hung
 NOISE, SEED = 0.15, 11  # of the draft model's weights
-LEAST_SHARE = 0.05  # of drafted tokens, accepted and rejected
+LEAST_SHARE = 0.05  # least share of drafted tokens that is accepted, and rejected
 GREEDY = SamplingParams(max_tokens=64, temperature=0, logprobs=True, ignore_eos=True)
 TABLE = table("speculative.toml")
 WISHES = {name: replace(GREEDY, **wish) for name, wish in TABLE["wishes"].items()}
 DRAFTS: dict[str, dict[str, Any]] = TABLE["drafts"]
 COUNTS = ("tokens", "differing_tokens", "differing_logprobs", "drafted", "accepted", "verify_steps")
-# launches that an engine replayed, which is that of all of a draft's columns
+# replays of an engine; one engine serves all of a draft's columns
 REPLAYS = {"draft_replays": DRAFT, "extend_replays": EXTEND, "verify_replays": VERIFY}
-Counts = dict[str, int]  # of a column, by name
+Counts = dict[str, int]  # a column's counts, by name
 
 
 def command(args: Namespace) -> int:
-    """1 if anything differs, or a draft was never right or never wrong."""
+    """Returns 1 if anything differs, or if a draft was never right or never wrong."""
     begin, chosen = time.perf_counter(), list(DRAFTS)
     if args.speculative != "all":
         rule = f"--speculative is all, or some of {', '.join(DRAFTS)}, with commas"
@@ -77,7 +77,7 @@ def command(args: Namespace) -> int:
 
 
 def earlier(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The blocks of an earlier document of the same run."""
+    """Returns the blocks of an earlier document of the same run."""
     doc = document.read(where, "lockstep lab bits --speculative", "blocks")
     have = {name: doc.get(name) for name in asked}
     if have != asked:
@@ -88,12 +88,12 @@ def earlier(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def parts(device: str) -> Parts:
-    """The built-in model, once for a process."""
+    """Returns the built-in model, loaded once per process."""
     return load(EngineConfig(device=device))
 
 
 def play(block: range, drafts: Sequence[str], folder: str, device: str) -> dict[str, Counts]:
-    """What every draft's column has of some prompts; the draft model lies in a folder."""
+    """Returns every draft's columns for some prompts; `folder` contains the draft model."""
     requests = wanted(block)
     (want, _), found = answers(parts(device), requests, {}), dict[str, Counts]()
     for draft in drafts:
@@ -104,14 +104,14 @@ def play(block: range, drafts: Sequence[str], folder: str, device: str) -> dict[
 
 
 def options_of(draft: str, folder: str) -> dict[str, Any]:
-    """Of an engine with this draft; the draft model lies in a folder."""
+    """Returns engine options for this draft; `folder` contains the draft model."""
     if draft == "draft":
         return {**DRAFTS[draft], "speculative_draft_model": folder}
     return DRAFTS[draft]
 
 
 def prompt(number: int) -> str:
-    """A piece of the standard library: which one is a function of the number."""
+    """Returns a piece of the standard library, chosen by the number."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = files[7 * number % len(files)].read_text("utf-8", "replace")
     rng = random.Random(number)
@@ -120,7 +120,7 @@ def prompt(number: int) -> str:
 
 
 def wanted(numbers: Iterable[int]) -> list[tuple[str, str, SamplingParams]]:
-    """(text, name of the wish, wish) of every request, in an order that mixes them."""
+    """Returns (text, name of the wish, wish) of every request, in an order that mixes them."""
     requests = [
         (prompt(i), name, replace(wish, seed=i)) for i in numbers for name, wish in WISHES.items()
     ]
@@ -131,7 +131,7 @@ def wanted(numbers: Iterable[int]) -> list[tuple[str, str, SamplingParams]]:
 def answers(
     parts: Parts, requests: Sequence[tuple[str, str, SamplingParams]], options: dict[str, Any]
 ) -> tuple[list[Output], Counts]:
-    """All requests by one engine, as deep as its drafts may be, and what it replayed."""
+    """Plays all requests on one engine, with drafts of full depth; returns outputs and replays."""
     room = {"max_total_tokens": 1 << 14, "chunked_prefill_size": 1024}
     given = {**room, "max_running_requests": 3 * BLOCK, **options}
     engine = Engine(EngineConfig.from_names(given), parts)
@@ -149,7 +149,7 @@ def compared(
     got: Sequence[Output],
     want: Sequence[Output],
 ) -> Counts:
-    """One draft at one temperature: what differs, and what was accepted."""
+    """Counts differences and accepted tokens of one draft at one temperature."""
     counts = dict.fromkeys(COUNTS, 0)
     for (_, name, _), have, plain in zip(requests, got, want, strict=True):
         if name != wish:
@@ -168,8 +168,8 @@ def compared(
 
 
 def judged(blocks: Mapping[str, Mapping[str, Counts]], replayed: bool = False) -> dict[str, Any]:
-    """The columns of some blocks, and what is wrong with them; of launches too, where these are
-    `replayed`."""
+    """Returns the blocks' columns and their faults; with `replayed`, missing replays are faults,
+    too."""
     totals: dict[str, Counts] = {}
     for name in next(iter(blocks.values()), ()):
         each = [block[name] for block in blocks.values()]
@@ -186,7 +186,7 @@ def judged(blocks: Mapping[str, Mapping[str, Counts]], replayed: bool = False) -
 
 
 def faults(found: dict[str, Any], replayed: bool) -> list[str]:
-    """What is wrong with a column."""
+    """Describes what is wrong with a column."""
     name = f"{found['draft']}, {found['sampled']}"
     share = found["accepted"] / max(found["drafted"], 1)
     out = []
@@ -201,7 +201,7 @@ def faults(found: dict[str, Any], replayed: bool) -> list[str]:
 
 
 def lines(columns: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per column."""
+    """Formats one line per column."""
     names = ["draft", "sampled", "tokens", "differing_tokens", "differing_logprobs"]
     names += ["drafted", "accepted", "tokens_per_verify"]
     rows = [[name.replace("_", " ") for name in names]]
@@ -210,7 +210,7 @@ def lines(columns: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def noisy_folder(folder: Path) -> None:
-    """The built-in model with noise on its weights, as a folder."""
+    """Writes the built-in model with noise on its weights as a folder."""
     for file in BUILTIN.iterdir():
         if file.is_file():
             shutil.copy(file, folder)

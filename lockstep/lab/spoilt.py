@@ -1,7 +1,6 @@
-"""Plans that break a rule on purpose: `plan.check` must name it (spoilt.toml), in every kind of
-step. A guard that has become blind changes no answer until there is something to catch. The harness
-calls this for the steps that it inspects.
-"""
+"""Plans that break a rule on purpose: `plan.check` must name the rule (spoilt.toml), in every kind
+of step. A check that went blind changes no answer until there is something to catch. The attention
+harness calls this for the steps that it inspects."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ RULES = table("spoilt.toml")
 
 
 def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:
-    """What could be done to a legal plan without the check saying so."""
+    """Describes the breaks of a legal plan that the check does not refuse by the right rule."""
     found = []
     for what, rule, spoilt in variants(plan):
         try:
@@ -30,7 +29,7 @@ def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:
 
 
 def variants(plan: StepPlan) -> Iterator[tuple[str, str, StepPlan]]:
-    """What was done, to the last request mostly; how the rule's text begins; and the plan."""
+    """Yields (what was changed, mostly in the last request; the rule's beginning; the plan)."""
     if not plan.real.requests:
         return
     for what, spoilt in spoilt_rows(plan):
@@ -43,7 +42,7 @@ def variants(plan: StepPlan) -> Iterator[tuple[str, str, StepPlan]]:
 
 
 def changed(owner: Any, name: str, at: Any, value: int) -> Any:
-    """The same plan or group with one entry of the array called `name` changed."""
+    """Returns the plan or group with one entry of the array `name` changed."""
     array = getattr(owner, name).copy()
     array[at] = value
     return replace(owner, **{name: ints(array)})
@@ -95,7 +94,7 @@ def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, Paged
         short[i + 1 :] -= 1
         yield "a page too few", replace(group, page_indptr=ints(short))
     arrays = [("a write into another's page", "one slot for two rows", "write_slots", end - 1)]
-    if plan.tail_indptr[end] > plan.tail_indptr[end - 1]:  # and the lists of its tree rows
+    if plan.tail_indptr[end] > plan.tail_indptr[end - 1]:  # it has tree rows: their lists, too
         entry = int(plan.tail_indptr[end]) - 1
         yield "a list outside of the pool", changed(group, "tail_slots", entry, FAR)
         arrays.append(
@@ -109,7 +108,7 @@ def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, Paged
 
 
 def shared_pages(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, PagedGroup]]:
-    """For every request: the page where its new keys begin is somebody else's as well."""
+    """For each request, shares the page where its new keys begin with the next request."""
     count = plan.real.requests
     for i in range(count if count > 1 else 0):
         row, other = int(plan.q_indptr[i]), (i + 1) % count

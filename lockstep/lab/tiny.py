@@ -1,7 +1,6 @@
-"""Models so small that a whole engine with one runs in a blink, random weights that matter, and an
-alphabet to read them with. A model is what a config.json would say, one per way to keep a cache.
-Nothing is proven here about the machine: a cell must see a bug by what comes out.
-"""
+"""Models small enough that a whole engine runs in a blink, with random weights that matter and an
+alphabet as tokenizer. A model is what its config.json would say; there is one per way to keep a
+cache. They skip certification: a cell must detect a bug by its outputs."""
 
 import json
 import random
@@ -28,13 +27,13 @@ from lockstep.text import Tokenizer
 from lockstep.types import Choice
 
 EOS = 0
-START = 1  # of an encoder-decoder's answers
-# names by which a checkpoint shows whether it is the trunk alone
+START = 1  # first token of an encoder-decoder's answers
+# names that tell whether a checkpoint is the trunk alone
 PRESENT = frozenset({"model.embed_tokens.weight", "model.shared.weight", "bert.embeddings"})
 
 
 def configs(file: str) -> dict[str, dict[str, Any]]:
-    """The configs of a file beside this one, by name: what each differs in from `common`."""
+    """Returns the configs of a file beside this one, by name: `common` with their changes."""
     doc = table(file)
     return {name: {**doc["common"], **mine} for name, mine in doc["models"].items()}
 
@@ -47,7 +46,7 @@ HIDDEN, WINDOW = COMMON["hidden_size"], CONFIGS["qwen3"]["sliding_window"]
 
 @dataclass(frozen=True, eq=False)
 class Tiny:
-    """A model: what its `config` does not state is as in COMMON."""
+    """A model: fields that its `config` does not state are those of COMMON."""
 
     name: str
     description: str
@@ -72,7 +71,7 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def checkpoint(tiny: Tiny, device: Device = CPU) -> Checkpoint:
-    """A model as a folder holds it: every field of its config, random tensors by name."""
+    """Returns a model as a folder contains it: every config field, random tensors by name."""
     gen, tensors = torch.Generator().manual_seed(3), dict[str, Tensor]()
     for name, shape in shapes(tiny.stated).items():
         noise = torch.randn(shape, generator=gen)
@@ -83,7 +82,7 @@ def checkpoint(tiny: Tiny, device: Device = CPU) -> Checkpoint:
 
 
 def loaded(tiny: Tiny, device: Device = CPU) -> Loaded:
-    """The same model in memory, and what the engine must know."""
+    """Returns the same model in memory, with the info that an engine needs."""
     tensors = checkpoint(tiny, device).tensors
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -98,7 +97,7 @@ def assembled(
     eos_token_ids: tuple[int, ...] = (),
     device: Device = CPU,
 ) -> Loaded:
-    """A model of a config, its tensors from `take(name, shape)`, and what the engine must know."""
+    """Builds a config's model, tensors from `take(name, shape)`, and what an engine must know."""
     weights = WeightSource(take, lambda _: None, PRESENT, device.ops)
     kind = import_module(f"lockstep.models.{config['model_type']}")
     model = kind.describe(SimpleNamespace(**config)).build(weights)
@@ -116,7 +115,7 @@ def assembled(
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a model of a config asks its checkpoint for: tensors by name."""
+    """Returns the tensor shapes, by name, that a config's model reads from its checkpoint."""
     asked: dict[str, tuple[int, ...]] = {}
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -128,7 +127,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
-    """What an engine is made of, with nothing proven about the machine, and with an alphabet."""
+    """Returns the parts of an engine, without a certificate of this machine, with an alphabet."""
     model, info = loaded(tiny, device)
     return Parts(
         model=model,
@@ -141,7 +140,7 @@ def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
 
 
 def save(tiny: Tiny, folder: Path, device: Device = CPU, **generation: Any) -> None:
-    """The model as a folder for `models.loader`, with what generation_config.json says."""
+    """Writes the model as a folder for `models.loader`, with this generation_config.json."""
     ends = {"eos_token_id": EOS, "bos_token_id": None, "is_encoder_decoder": False}
     config = {**tiny.stated, **ends, STATED: True}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -152,9 +151,9 @@ def save(tiny: Tiny, folder: Path, device: Device = CPU, **generation: Any) -> N
 
 
 class Letters(Tokenizer):
-    """Tokens of one to three bytes: letters, pairs of them, and the bytes of é, € and 😀, so that a
-    character takes up to four tokens. As with many tokenizers EOS, which has no text, stands before
-    a text that is encoded, and a space that begins a text is taken off."""
+    """Tokens of one to three bytes: letters, pairs of letters, and the bytes of é, € and 😀, so that
+    a character takes up to four tokens. As with many tokenizers, encoding adds EOS, which has no
+    text, before the text, and decoding drops a space at the beginning."""
 
     TOKENS = (
         b"",
@@ -162,7 +161,7 @@ class Letters(Tokenizer):
         *b"th he in er an re on at en nd ti es or te of ed is it the".split(),
     )
 
-    # a byte here is decoded with its neighbours, not as part of a run
+    # bytes are decoded with their neighbours, not in runs of byte tokens
     byte_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
@@ -173,7 +172,7 @@ class Letters(Tokenizer):
         return [EOS, *letters] if add_special else letters
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The bytes of all tokens, read as UTF-8 together, without the space at the beginning."""
+        """Decodes the bytes of all tokens together as UTF-8, without a space at the beginning."""
         return self.spell(ids).decode("utf-8", "replace").removeprefix(" ")
 
     @classmethod
@@ -182,6 +181,6 @@ class Letters(Tokenizer):
 
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
-        """Every byte of é, € and 😀 but the first."""
+        """The tokens of every byte of é, € and 😀 but the first."""
         behind = [bytes([b]) for b in range(0x80, 0xC0)]
         return tuple(i for i, token in enumerate(self.TOKENS) if token in behind)

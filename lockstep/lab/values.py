@@ -1,8 +1,7 @@
-"""How far an engine's numbers are from the plain float64 model, and how far its dtype may be: the
-plain model runs a second time with a random error in every operation, of the size that the compute
-dtype makes there (`docs/lab.md` has the derivation). Where two experts are closer than their scores
-may be off, a device may take the other one: from such a row on a sequence is not judged.
-"""
+"""Judges an engine's numbers by the plain float64 model. The tolerance is derived: the plain model
+runs a second time with a random error in every operation, of the size that the compute dtype makes
+there (`docs/lab.md` has the derivation). Where two experts' scores are closer than their error, a
+device may choose the other one, so a sequence is not judged from that row on."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from lockstep.lab import plain
 from lockstep.lab.options import CPU, Device
 
-NOISE = 2.0**-34  # stands for u: small enough for answers to move in proportion, large in float64
+NOISE = 2.0**-34  # in place of u: small enough for proportional moves, large in float64
 CACHE_UNIT = {"": 0.0, "float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3": 2**-4}
-CACHE_ERROR = 0.41  # of its unit
+CACHE_ERROR = 0.41  # root mean square of a cache's rounding, in its unit
 LAMBDA = 4.0
 PRODUCTS = {"matmul", "__matmul__", "einsum"}
 ONE_SIGN = {"mean", "sum", "softmax", "log_softmax"}
@@ -28,18 +27,18 @@ EXACT = {
 }
 
 Ids = tuple[int, ...]
-Told = set[tuple[int, int, float]]  # row, column, its number: a token's log-probability
+Told = set[tuple[int, int, float]]  # row, column (a token), number (its log-probability)
 
 
 class Asked(NamedTuple):
     ids: Ids
-    source: Ids = ()  # what its encoder read
+    source: Ids = ()  # what the encoder read
     cache_dtype: str = ""
-    pooling: str = ""  # of its rows, if its embedding is asked for
+    pooling: str = ""  # how rows are pooled, if an embedding is claimed
 
 
 class Roundings(TorchFunctionMode):
-    """Every operation is off as in the compute dtype, `size` its unit. Rankings are kept."""
+    """Adds the compute dtype's error to every operation, `size` its unit; records rankings."""
 
     def __init__(self, size: float, device: Device = CPU, cache_dtype: str = "") -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class Roundings(TorchFunctionMode):
         name = func.__name__
         if name == "topk":
             self.ranked.append((args[0], args[1]))
-        if name in PRODUCTS:  # terms [..., K] with a sum's errors, keys and values as kept
+        if name in PRODUCTS:  # terms [..., K] get a sum's error, keys and values the cache's
             *equation, terms, other = args
             terms = self._off(terms, self.sum_size * (terms.shape[-1] / 6) ** 0.5)
             if name == "einsum":
@@ -74,7 +73,7 @@ class Roundings(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Numbers, how far a device may be off, and the first row that it may decide otherwise."""
+    """Exact numbers, their tolerance, and the first row at which a device may choose otherwise."""
 
     values: Tensor
     tolerance: float
@@ -82,7 +81,7 @@ class Truth:
 
 
 def truth(compute: Callable[[], Tensor], device: Device = CPU, cache_dtype: str = "") -> Truth:
-    """What `compute` says, once as it is and once with errors."""
+    """Runs `compute` exactly and with errors, and derives the tolerance from the difference."""
     with torch.no_grad():
         with Roundings(0.0) as exact:
             values = compute()
@@ -90,18 +89,18 @@ def truth(compute: Callable[[], Tensor], device: Device = CPU, cache_dtype: str 
             moved = compute()
     scale, decided = LAMBDA * device.unit / NOISE, 1 << 30
     for (scores, k), (others, _) in zip(exact.ranked, noisy.ranked, strict=True):
-        if scores.ndim == 2 and k < scores.shape[1]:  # else all are taken, or their sum matters
+        if scores.ndim == 2 and k < scores.shape[1]:  # else all are taken, or only a sum matters
             off = float((others - scores).nan_to_num(0.0).abs().max()) * scale
             ranking = scores.sort(-1, descending=True).values
             close = ranking[:, k - 1] - ranking[:, k] <= 2 * off
             decided = min([decided, *close.nonzero().flatten().tolist()])
-    moves = (moved - values)[:decided].abs()  # of rows that are judged: others may move far
+    moves = (moved - values)[:decided].abs()  # of judged rows: others may move far
     return Truth(values, float(moves.max()) * scale if len(moves) else 0.0, decided)
 
 
 @dataclass
 class Verdict:
-    """What the claims came to. `used` is the largest error as a fraction of what is allowed."""
+    """The outcome of the claims. `used` is the largest error as a fraction of its tolerance."""
 
     faults: list[str] = field(default_factory=list)
     error: float = 0.0
@@ -116,7 +115,7 @@ class Values:
     def __init__(self, checkpoint: plain.Checkpoint, device: Device = CPU) -> None:
         self.checkpoint, self.device = checkpoint, device
         self.claims: dict[Asked, Told] = {}
-        self.judged: dict[Asked, Told] = {}  # by an earlier verdict
+        self.judged: dict[Asked, Told] = {}  # claims of earlier verdicts
 
     def claim(
         self,
@@ -127,7 +126,7 @@ class Values:
         source: Sequence[int] = (),
         cache_dtype: str = "",
     ) -> None:
-        """ids[begin:] have these log-probabilities, and those of `best` beside them theirs."""
+        """Claims log-probabilities for ids[begin:], and those in `best` for other tokens there."""
         asked = Asked(tuple(ids), tuple(source), cache_dtype)
         told = self.claims.setdefault(asked, set())
         scored = zip(ids[begin:], logprobs, strict=True)
@@ -137,12 +136,12 @@ class Values:
             told.update((row, token, float(value)) for token, value in pairs)
 
     def claim_embedding(self, ids: Sequence[int], pooling: str, vector: Iterable[float]) -> None:
-        """The embedding of `ids`, of length 1: it stands at the last row."""
+        """Claims the embedding of `ids`, of length 1, as numbers of the last row."""
         told = self.claims.setdefault(Asked(tuple(ids), pooling=pooling), set())
         told.update((len(ids) - 1, column, float(x)) for column, x in enumerate(vector))
 
     def verdict(self) -> Verdict:
-        """Of the claims since the last one. A sequence that begins another is computed with it."""
+        """Judges the new claims. A sequence that begins another is computed with it."""
         verdict = Verdict()
         try:
             for asked, told in self._merged().items():

@@ -1,14 +1,14 @@
-"""`lockstep lab mutate`: draws mutants, tries them, prints those that live, writes the document.
+"""`lockstep lab mutate`: draws mutants, tries them, prints survivors, writes the document.
 
-A mutant is killed by a unit that is green without it and red, or far beyond its time, with it.
-Survivors meet the rest of the units in one tree; a unit that turns red there is put to halves of
-them until one mutant is left that turns it red alone. A person may have found out about a survivor
-(`--verdicts`): it is `equivalent` (no run can differ), `neutral` (runs differ, but no answer, count
-or error can), or `open`. What can be taken up again lies in the work folder: one journal per state
-of the sources, and who reaches what. A test file, or the cells of one recipe, is measured in one
-process under coverage and stands as long as every file that it reached. Code that Numba compiled,
-and what a test starts in a process of its own, is invisible there: a mutant nobody seems to reach
-meets everything as a survivor.
+A mutant is killed by a unit that is green without it and, with it, red or far beyond its time.
+Survivors together meet the remaining units in one tree; for a unit that is red there, they are
+halved until one mutant is left that turns it red alone. A person may have judged a survivor
+(`--verdicts`): `equivalent` (no run can differ), `neutral` (runs differ, but no answer, count or
+error can), or `open`. The work folder keeps what can be resumed: one journal per state of the
+sources, and the coverage of units. A test file, or the cells of one recipe, is measured in one
+process under coverage, and again when a file that it reached has changed. Coverage sees neither
+code that Numba compiled nor processes that a test starts: a mutant that no unit seems to reach
+meets every unit as a survivor.
 """
 
 import json
@@ -29,20 +29,20 @@ from lockstep.lab.mutate.pool import OWN, Crew, Job, digest
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
-MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
-BATCH = 32  # units that share a process in the second
-# a mutant of these compiles the kernels anew, and may take so much longer before it hangs
+MUTANT_S = 60.0  # limit for a mutant alone with the units that reach it
+BATCH = 32  # units that share a process when survivors meet them
+# a mutant of these recompiles the kernels, and may take this much longer before it hangs
 COMPILED = ("lockstep/plan/address.py", "lockstep/order.py", "lockstep/kernels/")
 COMPILE_S = 300.0
-ALL = ""  # in place of a unit: all that reach a mutant have met it
+ALL = ""  # journal entry instead of a unit: all units that reach the mutant have met it
 MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
 WARM_CELLS = ("decode/dense", "engine-batch/llama", "engine-encoder/bart", "sample/llama")
-SHOWN = ("id", "module", "file", "line", "operator", "diff")  # of a mutant, in the document
+SHOWN = ("id", "module", "file", "line", "operator", "diff")  # a mutant's fields in the document
 TOOLS = ("cosmic-ray", "coverage", "pytest", "hypothesis")
 JUDGEMENTS = ("equivalent", "neutral", "open")
 COUNTED = ("killed", *JUDGEMENTS)
 CELLS = "tests/lab_cells.py"  # cells of the lab as tests
-UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, also inside coverage: runs without
+UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, even inside coverage: not measured
 
 Group = Sequence[Mutant]
 Verdicts = dict[str, dict[str, str]]  # id → judgement and reason
@@ -50,7 +50,7 @@ Verdicts = dict[str, dict[str, str]]  # id → judgement and reason
 
 @dataclass(frozen=True)
 class Unit:
-    """A test or a cell as it was without a mutant."""
+    """A test or a cell, as it ran without a mutant."""
 
     name: str
     seconds: float
@@ -60,8 +60,8 @@ class Unit:
 
 
 def groups(root: Path) -> dict[str, list[str]]:
-    """Units that are measured together, by name: every test file; every recipe, with all cells of
-    `cpu` and the quick ones of `reference`."""
+    """Returns units that are measured together, by name: every test file; every recipe, with all
+    cells of `cpu` and the quick ones of `reference`."""
     names = [f"tests/{path.name}" for path in sorted((root / "tests").glob("test_*.py"))]
     found = {name: [name] for name in names if name not in OWN}
     for cell in cells.cells(["cpu", "reference"]):
@@ -71,7 +71,7 @@ def groups(root: Path) -> dict[str, list[str]]:
 
 
 def measure(crew: Crew, group: Sequence[str]) -> tuple[list[Unit], set[str]]:
-    """Runs a group under coverage. Its units, and every file that it reached, imports included."""
+    """Runs a group under coverage. Returns its units and every file reached, imports included."""
     file = pool.file_of(group[0])
     heard = crew.run(Job(group, stop=False, measure=file not in UNSEEN))
     if heard.end:
@@ -82,19 +82,19 @@ def measure(crew: Crew, group: Sequence[str]) -> tuple[list[Unit], set[str]]:
 
 @dataclass
 class Reach:
-    """Who reaches what: units by name, kept in a folder, one file per group."""
+    """Which units reach which lines: units by name, kept in a folder, one file per group."""
 
     units: dict[str, Unit] = field(default_factory=dict)
     folder: Path = Path()
-    sources: Mapping[str, str] = field(default_factory=dict)  # digests as they are now
-    stale: bool = False  # a group stands as long as its own files do: lines elsewhere are forgotten
+    sources: Mapping[str, str] = field(default_factory=dict)  # current digests
+    stale: bool = False  # remeasure only if its own file changed; forget lines of others
 
     def green(self) -> list[Unit]:
         return [u for u in self.units.values() if u.outcome == "passed"]
 
     def of(self, file: str, line: int) -> list[Unit]:
-        """The green units that reach the line, or else the file: imports are nobody's. Fast and
-        specific ones (that reach few lines) first."""
+        """Returns the green units that reach the line, else those that reach the file (lines run at
+        import belong to no unit). Fast and specific units (that reach few lines) are first."""
         green = self.green()
         found = [u for u in green if line in u.lines.get(file, ())]
         shown = (
@@ -106,7 +106,7 @@ class Reach:
         return sorted(found, key=lambda u: (u.seconds + 0.05) * (lens[u.name] + 20))
 
     def load(self, asked: Mapping[str, Sequence[str]], crew: Crew) -> None:
-        """From what is kept and what has to be measured now."""
+        """Loads the kept groups and measures the others."""
 
         def units_of(group: Sequence[str]) -> list[Unit]:
             units = self.kept(group)
@@ -121,7 +121,7 @@ class Reach:
                 bar.step(name, any(u.outcome == "failed" for u in units))
 
     def kept(self, group: Sequence[str]) -> list[Unit] | None:
-        """A group as it was measured; None if it has to be measured (again)."""
+        """Returns a group's units as measured; None if it has to be measured (again)."""
         path = self._path(group)
         if not path.is_file():
             return None
@@ -144,8 +144,8 @@ class Reach:
 
 
 class Journal:
-    """Everything that was said so far, so that a run that was ended goes on: by the ids of mutants
-    that shared a tree and the unit, "" if it was green or why it was not."""
+    """All outcomes so far, so that an interrupted run can resume: by the ids of the mutants that
+    shared a tree, then by unit; "" if it was green, else the error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,7 +155,7 @@ class Journal:
                 self.said.setdefault(entry["ids"], {})[entry["unit"]] = entry["said"]
 
     def note(self, ids: str, said: Mapping[str, str]) -> None:
-        """What units said, by the ids of the mutants that they met."""
+        """Records the units' outcomes with these mutants."""
         self.said.setdefault(ids, {}).update(said)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as stream:
@@ -163,13 +163,13 @@ class Journal:
                 print(json.dumps({"ids": ids, "unit": unit, "said": what}), file=stream)
 
     def killer(self, mutant: str) -> str:
-        """The unit that was red with this mutant and nothing else, and is not red anyway; or ""."""
+        """Returns a unit that is red with this mutant alone and not without it; "" if none."""
         anyway = self.said.get("", {})
         met = self.said.get(mutant, {}).items()
         return next((unit for unit, said in met if said and not anyway.get(unit)), "")
 
     def green(self, mutant: str) -> set[str]:
-        """Units that were green with it, alone or among others."""
+        """Returns the units that were green with this mutant, alone or among others."""
         groups = (met for ids, met in self.said.items() if mutant in ids.split())
         return {unit for met in groups for unit, said in met.items() if not said}
 
@@ -186,7 +186,7 @@ class Campaign:
         self.times = {u.name: u.seconds for u in self.reach.units.values()}
 
     def todo(self) -> list[Mutant]:
-        """Mutants that have not met what reaches them."""
+        """Returns the mutants that have not yet met the units that reach them."""
         return [m for m in self.mutants if ALL not in self.journal.said.get(m.id, {})]
 
     def survivors(self) -> list[Mutant]:
@@ -200,26 +200,26 @@ class Campaign:
                 bar.step(f"{mutant.file}:{mutant.line}", not self.journal.killer(mutant.id))
 
     def together(self) -> None:
-        """The survivors against everything they have not met."""
+        """Runs the survivors together against every unit that they have not met."""
         group = self.survivors()
         red = self._meet(group, self.rest(), "survivors together")
         while red and group:
             unit = min(red, key=lambda u: self.times.get(u, 0.0))
             mutant = self._culprit(group, unit)
-            if mutant is None:  # red by several at once, and by none of them alone
+            if mutant is None:  # red by several mutants together, and by none alone
                 red.remove(unit)
                 continue
             group = [m for m in group if m.id != mutant.id]
             red = self._meet(group, red)
 
     def confirm(self) -> None:
-        """Runs every killer once more, alone, without a mutant: who is red there killed nobody."""
+        """Runs every killer once more without a mutant: a unit that is red there killed nothing."""
         killers = {self.journal.killer(m.id) for m in self.mutants}
         known = sorted(killers & set(self.reach.units))
         self._meet([], known, "killers without a mutant", batch=1)
 
     def rest(self) -> list[str]:
-        """Units that were not green with every survivor: what `together` begins with."""
+        """Returns the units that were not green with every survivor: `together` runs them."""
         met = [self.journal.green(m.id) for m in self.survivors()]
         return [u.name for u in self.reach.green() if not all(u.name in green for green in met)]
 
@@ -228,7 +228,7 @@ class Campaign:
         return self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
 
     def _ask(self, units: Sequence[str], group: Group, **how: Any) -> dict[str, str]:
-        """Unit → what it says about mutants that share a tree, "" if it is green or no more."""
+        """Returns each unit's error with mutants that share a tree, "" if it is green or gone."""
         changes = draw.combined(group, self.root)
         hang_s = COMPILE_S if any(file.startswith(COMPILED) for file in changes) else pool.HANG_S
         job = Job(units=units, changes=changes, seconds=self.times, hang_s=hang_s, **how)
@@ -238,7 +238,7 @@ class Campaign:
     def _meet(
         self, group: Group, units: Sequence[str], label: str = "by halves", batch: int = BATCH
     ) -> list[str]:
-        """The units that are red with a group; what the journal has is not asked again."""
+        """Returns the units that are red with a group. Outcomes in the journal are reused."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.said.setdefault(ids, {})
         new = [u for u in units if u not in known]
@@ -251,7 +251,7 @@ class Campaign:
         return [u for u in units if known[u]]
 
     def _batch(self, units: Sequence[str], group: Group) -> dict[str, str]:
-        """Every unit once; one that takes its process along costs the others a new one."""
+        """Runs every unit once; after one kills the process, the others run in a new process."""
         said: dict[str, str] = {}
         while left := [name for name in units if name not in said]:
             heard = self._ask(left, group, stop=False)
@@ -259,7 +259,7 @@ class Campaign:
         return said
 
     def _culprit(self, group: Group, unit: str) -> Mutant | None:
-        """The mutant that turns a unit red alone; with the whole group it is red."""
+        """Returns the mutant that turns a unit red alone; the whole group turns it red."""
         if len(group) == 1:
             return group[0]
         middle = len(group) // 2
@@ -269,7 +269,7 @@ class Campaign:
 
 
 def run(args: Namespace) -> int:
-    """1 while a survivor is open."""
+    """Returns 1 while a survivor is open."""
     begin, root = time.perf_counter(), pool.repository()
     known = read_verdicts(root / args.verdicts)
     mutants = chosen(args, root)
@@ -310,13 +310,13 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     crew = Crew(root, work, args.workers)
     state = digest(json.dumps(sources, sort_keys=True).encode())
     journal = Journal(work / f"journal-{state}.jsonl")
-    for m in mutants if args.mutant else ():  # who is asked for by name is tried again
+    for m in mutants if args.mutant else ():  # mutants requested by id are tried again
         journal.said.pop(m.id, None)
     words = args.units or [""]
     asked = {name: g for name, g in groups(root).items() if any(word in name for word in words)}
     found = Reach(folder=work / "reach", sources=sources, stale=args.stale)
     found.load(asked, crew)
-    # every tree compiles the kernels before a mutant's time runs
+    # every tree compiles its kernels before mutants are timed
     warm = [f"{CELLS}::test_cell[cpu/{cell}]" for cell in WARM_CELLS]
     list(crew.map(crew.run, [Job(units=warm, stop=False)] * crew.count))
     campaign = Campaign(crew.template, mutants, found, journal, crew)
@@ -328,7 +328,7 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
 
 
 def read_verdicts(path: Path) -> Verdicts:
-    """The file's verdicts; none if there is no file."""
+    """Returns the file's verdicts; empty if there is no file."""
     if not path.is_file():
         return {}
     found: Verdicts = json.loads(path.read_text(encoding="utf-8"))
@@ -350,7 +350,7 @@ def row(mutant: Mutant, journal: Journal, known: Verdicts) -> dict[str, Any]:
 
 
 def count(mutants: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Module → how many there are of each verdict, and the share of kills among killed and open."""
+    """Counts verdicts per module, with the share of kills among killed and open mutants."""
     out: dict[str, dict[str, Any]] = {}
     for name in [*dict.fromkeys(m["module"] for m in mutants), "all"]:
         found = Counter(m["verdict"] for m in mutants if name in (m["module"], "all"))

@@ -1,7 +1,7 @@
 """Small mutants of a module, drawn by a seed; operators and mutated texts are cosmic-ray's.
 
-Of its operators those are taken that change a little (mutate.toml). What cannot be compiled, the
-same program, annotations, the `strict=` of zip and a second mutant of one line are left out.
+Only its operators that change a little are used (mutate.toml). Mutants that do not compile or are
+the same program, annotations, the `strict=` of zip and a second mutant of a line are left out.
 """
 
 import ast
@@ -21,7 +21,7 @@ from lockstep.types import RuleError
 @dataclass(frozen=True)
 class Mutant:
     id: str
-    module: str  # as the user named it: what the draw is spread over
+    module: str  # as the user named it; each module has its own draw
     file: str
     line: int
     operator: str
@@ -34,17 +34,17 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operator could do something."""
+    """A place to which an operator applies."""
 
     file: str
     operator: str
     occurrence: int
     line: int
-    lot: str  # by which places are drawn: the number of the line is no part of it
+    lot: str  # the key by which places are drawn, without the line number
 
 
 def files_of(name: str, root: Path) -> list[str]:
-    """The files of a module: `plan`, `lockstep.plan.build` or `lockstep/plan/build.py`."""
+    """Returns the files of a module: `plan`, `lockstep.plan.build` or `lockstep/plan/build.py`."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     parts = parts if parts[0] == "lockstep" else ["lockstep", *parts]
     file = root.joinpath(*parts).with_suffix(".py")
@@ -59,8 +59,8 @@ def files_of(name: str, root: Path) -> list[str]:
 def draw(
     names: Sequence[str], root: Path, seed: int, count: int, skip: Sequence[str] = ()
 ) -> list[Mutant]:
-    """`count` mutants of each module, or as many as there are. No two change the same line, so that
-    all of them can live in one tree."""
+    """Returns `count` mutants of each module, or all if there are fewer. No two change the same
+    line, so all of them fit into one tree."""
     drawn, taken = list[Mutant](), set[tuple[str, int]]()
     for name in names:
         own, every = list[Mutant](), candidates(name, root, seed, skip)
@@ -73,8 +73,8 @@ def draw(
 
 
 def candidates(name: str, root: Path, seed: int, skip: Sequence[str]) -> Iterator[Mutant]:
-    """Every mutant of a module, in the order of a digest of seed and place: an edit elsewhere in
-    the module leaves a drawn mutant in the draw."""
+    """Yields every mutant of a module, in the order of a digest of seed and place: an edit
+    elsewhere in the module leaves a drawn mutant in the draw."""
     named = [file for file in files_of(name, root) if not any(word in file for word in skip)]
     texts = {file: (root / file).read_text(encoding="utf-8") for file in named}
     found = [place for file, text in texts.items() for place in places(file, text)]
@@ -84,7 +84,7 @@ def candidates(name: str, root: Path, seed: int, skip: Sequence[str]) -> Iterato
 
 
 def places(file: str, text: str) -> list[Place]:
-    """Every place of a text where an operator applies, as cosmic-ray counts them."""
+    """Returns every place in a text where an operator applies, as cosmic-ray counts them."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     nodes, lines, dead = list(ast_nodes(get_ast(text))), text.splitlines(), dead_spans(text)
@@ -94,7 +94,7 @@ def places(file: str, text: str) -> list[Place]:
         for node in nodes:
             for turn, ((line, column), _) in enumerate(operator.mutation_positions(node)):
                 if not any(a <= (line, column) < b for a, b in dead):
-                    # an operator may know several mutants of one place, by turns
+                    # an operator may have several mutants at one place
                     lot = f"{file} {name} {column} {turn} {lines[line - 1]}"
                     out.append(Place(file, name, count, line, lot))
                 count += 1
@@ -110,7 +110,7 @@ def operators() -> dict[str, Any]:
 
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(line, column) pairs around what is no place for a mutant: annotations, `strict=` of zip."""
+    """Returns (line, column) spans that are not mutated: annotations, `strict=` of zip."""
     found: list[Any] = []
     for node in ast.walk(ast.parse(text)):
         found += [getattr(node, "returns", None), getattr(node, "annotation", None)]
@@ -121,20 +121,20 @@ def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def make(name: str, place: Place, text: str) -> Mutant | None:
-    """The mutant of a place; None if it is no program, or the same one."""
+    """Returns the mutant of a place; None if it does not compile or is the same program."""
     from cosmic_ray.mutating import mutate_code
 
     mutated = mutate_code(text, operators()[place.operator], place.occurrence)
     if mutated is None or same_program(text, mutated):
         return None
     start, stop, new = span(text, mutated)
-    short = text[:start] + new.strip() + text[stop:]  # cosmic-ray puts a blank before a number
+    short = text[:start] + new.strip() + text[stop:]  # cosmic-ray writes a blank before a number
     mutated = short if same_program(short, mutated) else mutated
     start, stop, new = span(text, mutated)
     first, last = (text.count("\n", 0, at) for at in (start, stop))
     lines = text.splitlines(), mutated.splitlines(), f"a/{place.file}", f"b/{place.file}"
     diff = "\n".join(difflib.unified_diff(*lines, lineterm=""))
-    label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
+    label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # ids do not depend on line numbers
     return Mutant(
         id=digest(label.encode())[:12],
         module=name,
@@ -150,7 +150,7 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
 
 
 def same_program(text: str, mutated: str) -> bool:
-    """Whether nothing changed, or nothing that can be compiled came out."""
+    """Returns whether nothing changed, or the result does not compile."""
     try:
         return ast.dump(ast.parse(text)) == ast.dump(ast.parse(mutated))
     except (SyntaxError, ValueError):
@@ -158,14 +158,14 @@ def same_program(text: str, mutated: str) -> bool:
 
 
 def span(text: str, mutated: str) -> tuple[int, int, str]:
-    """The shortest (start, stop, new) with text[:start] + new + text[stop:] == mutated."""
+    """Returns the shortest (start, stop, new) with text[:start] + new + text[stop:] == mutated."""
     start = len(commonprefix([text, mutated]))  # noqa: RUF071 - of characters
     end = len(commonprefix([text[start:][::-1], mutated[start:][::-1]]))  # noqa: RUF071
     return start, len(text) - end, mutated[start : len(mutated) - end]
 
 
 def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
-    """File → text with all these mutants in it."""
+    """Returns file → text with all these mutants in it."""
     texts: dict[str, str] = {}
     for m in sorted(mutants, key=lambda m: (m.file, -m.start)):
         text = texts.get(m.file) or (root / m.file).read_text(encoding="utf-8")

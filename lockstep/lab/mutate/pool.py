@@ -1,10 +1,10 @@
-"""Jobs, each in a process of its own over a copy of the repository, which itself never changes.
+"""Runs jobs, each in a process of its own on a copy of the repository, which never changes.
 
-A job is units and changed files. A unit is a test by its node id, or all tests of a file; cells of
-the lab are tests of `tests/lab_cells.py`. Every worker has a tree, whose files are changed for a
-job and put back with their time stamps, so that Numba never compiles again what is not mutated.
-The process is forked from one that has imported what is slow, and takes Lockstep from its tree.
-Knows nothing of mutants. `campaign` calls it.
+A job is a list of units and changed files. A unit is a test by its node id, or all tests of a file;
+cells of the lab are tests of `tests/lab_cells.py`. Every worker has a tree, whose files are changed
+for a job and restored with their time stamps, so that Numba never recompiles what is not mutated.
+The process is forked from one that has imported the slow packages, and imports Lockstep from its
+tree. Knows nothing of mutants. `campaign` calls it.
 """
 
 import faulthandler
@@ -28,18 +28,18 @@ from lockstep.types import RuleError
 
 OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
 TABLE = table("mutate.toml", "lockstep.lab.mutate")
-HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
+HANG_S = 20.0  # a unit hangs if it takes this much longer than HANG_FACTOR times its time
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
-START_S = 120.0  # from the fork to the first unit, and between two
-HUNG = 1  # what faulthandler ends a process with
+START_S = 120.0  # limit from the fork to the first unit, and between two
+HUNG = 1  # exit code of a process that faulthandler ended
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
 def repository() -> Path:
-    """The checkout that this package was imported from."""
+    """Returns the checkout that this package was imported from."""
     root = Path(__file__).resolve().parents[3]
     if not (root / "tests").is_dir() or not (root / ".git").exists():
         rule = "mutants are made in a checkout, with its tests"
@@ -48,14 +48,14 @@ def repository() -> Path:
 
 
 def listed(root: Path) -> list[str]:
-    """Every file that git knows or would take, relative."""
+    """Returns every file that git tracks or would add, as relative paths."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
     return sorted({name for name in done.stdout.split("\0") if name and (root / name).is_file()})
 
 
 def digests(root: Path) -> dict[str, str]:
-    """Of every Python file of package and tests but these tools, and of what configures them."""
+    """Returns digests of package and test files, these tools excepted, and of pyproject.toml."""
     found = [n for n in listed(root) if n.startswith(("lockstep/", "tests/")) and n.endswith(".py")]
     named = [n for n in found if not n.startswith(OWN)]
     return {name: digest((root / name).read_bytes()) for name in [*named, "pyproject.toml"]}
@@ -73,14 +73,14 @@ def file_of(unit: str) -> str:
 class Job:
     units: Sequence[str]
     changes: Mapping[str, str] = field(default_factory=dict)  # file → text
-    seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
+    seconds: Mapping[str, float] = field(default_factory=dict)  # a unit's time without a mutant
     stop: bool = True  # at the first failure
     measure: bool = False  # coverage
     limit_s: float | None = None  # of the whole job
     hang_s: float = HANG_S
 
     def unit_s(self, unit: str) -> float:
-        """How long a unit may take; "" is what comes before the first, and between two."""
+        """Returns a unit's time limit; "" is the time before the first unit, and between two."""
         if unit in self.seconds:
             return self.hang_s + HANG_FACTOR * self.seconds[unit]
         return UNKNOWN_S if unit or self.measure else START_S
@@ -88,15 +88,15 @@ class Job:
 
 @dataclass
 class Heard:
-    """What came of a job."""
+    """The outcome of a job."""
 
     units: dict[str, dict[str, Any]] = field(default_factory=dict)  # outcome, seconds, detail
     reached: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # unit → file → lines
-    end: str = ""  # late, or what ended the process
+    end: str = ""  # "late", or how the process ended
 
 
 class Crew:
-    """So many jobs at once, on copies of `root` in a work folder."""
+    """Runs up to `count` jobs in parallel, on copies of `root` in a work folder."""
 
     def __init__(
         self, root: Path, work: Path, count: int, warm: Sequence[str] = TABLE["warm"]
@@ -115,7 +115,7 @@ class Crew:
         self._stopped = False
 
     def map(self, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-        """What `function`, which runs jobs, makes of each item; an error ends them all."""
+        """Yields `function(item)`, which runs jobs, for each item; an error ends all jobs."""
         with ThreadPoolExecutor(self.count) as pool:
             try:
                 yield from pool.map(function, items)
@@ -126,7 +126,7 @@ class Crew:
                 raise
 
     def run(self, job: Job) -> Heard:
-        """Runs a job in a tree with its changes. What only they compile is not kept."""
+        """Runs a job in a tree with its changes; kernels compiled for these are removed."""
         tree = self._idle.pop()
         kernels = tree.with_suffix(".kernels") / "lockstep"
         kept = set(kernels.glob("*"))
@@ -146,14 +146,14 @@ class Crew:
         tree.with_suffix(".jsonl").write_bytes(b"")
         process = self._context.Process(target=run, args=(job, tree))
         process.start()
-        if self._stopped:  # who stopped it may not have seen this one
+        if self._stopped:  # the stop may have missed this process
             process.kill()
         process.join(job.limit_s)
         late = process.is_alive()
         process.kill()
         if process.pid is not None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
         process.join()
         if self._stopped:
             raise RuntimeError("the run was ended: what this job came to is not known")
@@ -161,10 +161,10 @@ class Crew:
 
 
 def heard(tree: Path, late: bool, code: int) -> Heard:
-    """A job's report. A unit that hung or took the process along has failed."""
+    """Reads a job's report. A unit that hung or killed its process has failed."""
     out = Heard()
     report = tree.with_suffix(".jsonl").read_text(encoding="utf-8")
-    whole, _, _ = report.rpartition("\n")  # the last may be cut short
+    whole, _, _ = report.rpartition("\n")  # the last line may be cut short
     for message in map(json.loads, whole.splitlines()):
         if "name" in message:
             out.units[message["name"]] = message
@@ -184,7 +184,7 @@ def heard(tree: Path, late: bool, code: int) -> Heard:
 
 
 def run(job: Job, tree: Path) -> None:
-    """The process: runs the units in a tree and reports them beside it; leaves by os._exit."""
+    """The job's process: runs the units in a tree, reports beside it, exits by os._exit."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
     os.chdir(tree)
@@ -207,7 +207,7 @@ def run(job: Job, tree: Path) -> None:
     settings.load_profile("mutate")
     include = [f"{tree}/lockstep/*"]
     measure = Coverage(data_file=None, include=include, config_file=False) if job.measure else None
-    # hundreds of node ids are slower to match than their files are to collect
+    # matching hundreds of node ids is slower than collecting their files
     paths = dict.fromkeys(map(file_of, job.units))
     with tree.with_suffix(".jsonl").open("w", encoding="utf-8") as stream:
         watch = Watch(job, stream, log, measure)
@@ -220,13 +220,13 @@ def run(job: Job, tree: Path) -> None:
 
 
 class Watch:
-    """The pytest plugin of a job: what runs, in which order, what it came to, what it reached. Says
-    so in lines of JSON, and ends the process when a unit takes too long."""
+    """The pytest plugin of a job: selects and orders its units and reports their outcomes and
+    coverage as JSON lines. Ends the process when a unit takes too long."""
 
     def __init__(self, job: Job, stream: TextIO, log: int, measure: Any) -> None:
         self.job, self.stream, self.log, self.measure = job, stream, log, measure
-        self.broken: dict[str, str] = {}  # test files that cannot be imported, and why
-        self.reports: list[Any] = []  # of the unit that runs
+        self.broken: dict[str, str] = {}  # test files that cannot be imported, with the error
+        self.reports: list[Any] = []  # of the running unit
         if measure is not None:
             measure.start()
         self.wait_for("")
@@ -235,7 +235,7 @@ class Watch:
         print(json.dumps(message), file=self.stream, flush=True)
 
     def wait_for(self, unit: str) -> None:
-        """Beyond the unit's time, or with "" that of none, the process ends; the log says where."""
+        """Sets the unit's deadline ("": between units). Past it the process logs and exits."""
         faulthandler.dump_traceback_later(self.job.unit_s(unit), exit=True, file=self.log)
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -243,7 +243,7 @@ class Watch:
             self.broken[report.nodeid] = last_line(str(report.longrepr))
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Only what was asked for, in that order. With a test file all its tests have failed."""
+        """Keeps the job's units, in its order. If a test file is broken, its tests have failed."""
         found: dict[str, list[Any]] = {}
         for item in items:
             found.setdefault(item.nodeid, []).append(item)
@@ -258,15 +258,15 @@ class Watch:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.reports = []
         if self.measure is not None:
-            if sys.gettrace() is None:  # a test had a trace function of its own
+            if sys.gettrace() is None:  # a test replaced coverage's trace function
                 self.measure.stop()
                 self.measure.start()
             self.measure.switch_context(nodeid)
-        self.finished(nodeid, "running")  # what it came to if nothing else is heard
+        self.finished(nodeid, "running")  # if nothing follows, it died
         self.wait_for(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """A unit is set up, called and torn down; it has failed when any of these has."""
+        """A unit is set up, called and torn down; it has failed if any of these has."""
         self.reports.append(report)
         if report.when != "teardown":
             return
@@ -281,21 +281,21 @@ class Watch:
         self.wait_for("")
 
     def finished(self, unit: str, outcome: str, seconds: float = 0.0, detail: str = "") -> None:
-        """Reports what a unit came to; where one failure is enough, that is the end."""
+        """Reports a unit's outcome; exits after a failure if the job stops at the first."""
         self.send(name=unit, outcome=outcome, seconds=seconds, detail=detail)
         if outcome == "failed" and self.job.stop:
             os._exit(0)
 
 
 def last_line(text: str) -> str:
-    """What an error says, without where: pytest marks these lines with E."""
+    """Returns an error's message without its traceback: pytest marks these lines with E."""
     lines = [line for line in text.splitlines() if line.strip()]
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
     return (marked or lines or ["failed"])[0][:300]
 
 
 def reached(measure: Any, tree: Path) -> dict[str, dict[str, list[int]]]:
-    """Unit → file → lines. "" has what ran outside of units: imports."""
+    """Returns unit → file → lines. "" has what ran outside of units: imports."""
     data = measure.get_data()
     out: dict[str, dict[str, list[int]]] = {}
     for name in sorted(data.measured_files()):

@@ -5,9 +5,9 @@ no line with the engine and imports nothing of it. `lab.values` compares the eng
 tests/test_plain.py compares it with transformers.
 
 Decoder-only families differ in three choices: how norms and residuals surround a layer's two halves
-(`layer`), which attention, which feed-forward. Of the models with an encoder bert's rows all see
-each other and are one segment, and bart's decoder looks at its encoder's rows as well: norms stand
-behind the residuals, positions are learnt, all linear maps have biases.
+(`layer`), which attention, which feed-forward. Two models have an encoder. In bert, all rows see
+each other and are one segment; bart's decoder also attends to its encoder's rows. In both, norms
+follow the residuals, positions are learnt, and all linear maps have biases.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from lockstep.lab.plain.layers import GEMMA, LATENT, Config, Weights, layer_norm
 MODEL_TYPES = (*sorted(layers.DECODERS), "bart", "bert")
 FIRST = "embed_tokens.weight"
 BART_EPS = 1e-5
-FIRST_POSITION = 2  # of bart: position p is row p + 2 of the table
+FIRST_POSITION = 2  # in bart's table, position p is row p + 2
 SHARED = "shared.weight"
 BERT_MAPS = ("self.query", "self.key", "self.value", "output.dense")
 BART_MAPS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -30,15 +30,15 @@ BART_MAPS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a model folder holds: config.json, every field stated, and the tensors by name."""
+    """A model folder's contents: config.json, every field stated, and the tensors by name."""
 
     config: Config
     tensors: Mapping[str, Tensor]
 
 
 def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-    """float64 [len(ids), hidden]: the last layer's rows, after the last norm. `source` is what an
-    encoder-decoder's encoder reads; `ids` are then the decoder's."""
+    """float64 [len(ids), hidden]: the last layer's rows, after the last norm. For an
+    encoder-decoder, the encoder reads `source` and the decoder `ids`."""
     config, weights, rows = checkpoint.config, Weights(checkpoint.tensors), torch.tensor(ids)
     if config["model_type"] == "bert":
         return bert_hidden_states(config, weights, rows)
@@ -56,8 +56,8 @@ def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[i
 
 
 def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-    """float64 [len(ids), vocabulary]: what each row says about the token behind it, by the
-    embedding where it is tied. Bart's, which both sides share, has a bias: a buffer of the file."""
+    """float64 [len(ids), vocabulary]: each row's logits for the next token, by the embedding where
+    it is tied. Bart's shared embedding has a bias, a buffer in the file."""
     config, weights = checkpoint.config, Weights(checkpoint.tensors)
     hidden = hidden_states(checkpoint, ids, source)
     if config["model_type"] == "bart":
@@ -74,14 +74,14 @@ def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = (
 
 
 def embedding(checkpoint: Checkpoint, ids: Sequence[int], pooling: str) -> Tensor:
-    """float64 [hidden], of length 1: the "last", the "first" or the "mean" row."""
+    """float64 [hidden], scaled to length 1: the "last", the "first" or the "mean" row."""
     hidden = hidden_states(checkpoint, ids)
     pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[pooling]
     return pooled / torch.sqrt((pooled * pooled).sum())
 
 
 def layer(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
-    """Each half reads the normed row and adds to the row. Gemma norms what a half adds, too."""
+    """Each half reads the normed row and adds to the row. Gemma also norms a half's output."""
     normed, maps = norm(x, config, w, "input_layernorm"), w.at("self_attn")
     if config["model_type"] in LATENT:
         mixed = layers.latent_attention(normed, config, maps)
@@ -98,7 +98,7 @@ def layer(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
 
 
 def feed_forward(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
-    """Experts in all layers, in every decoder_sparse_step-th but mlp_only_layers, or in none."""
+    """Experts in all layers, in every decoder_sparse_step-th except mlp_only_layers, or in none."""
     kind = config["model_type"]
     if kind == "gpt_oss":
         return layers.gpt_oss(x, config, w)
@@ -132,7 +132,7 @@ def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
 
 
 def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tensor | None) -> Tensor:
-    """An encoder's rows all see each other; a decoder's see those before them, then `encoded`."""
+    """An encoder's rows all see each other; a decoder's are causal, then attend to `encoded`."""
     own, heads = w.at(side), config[f"{side}_attention_heads"]
     scale = config["d_model"] ** 0.5 if config["scale_embedding"] else 1.0
     positions = own["embed_positions.weight"][torch.arange(len(ids)) + FIRST_POSITION]

@@ -1,18 +1,18 @@
 """The pieces of every model: a linear map, two norms, five activations, the feed-forwards, softmax
-attention over a whole sequence with rotary positions. All take float64 rows [n, width], and read
+attention over a whole sequence with rotary positions. All take float64 rows [n, width] and read
 their tensors by their names in the checkpoint.
 
-Experts: a router gives each row a few, the result is their weighted sum. Every expert computes
+Experts: a router assigns each row to a few; the result is their weighted sum. Every expert computes
 every row, and most weights are 0: nothing is grouped.
 
-Rotary: pairs of columns of queries and keys turn, each pair at its own frequency. Scalings stretch
-some frequencies, so that positions beyond those of the training look like ones within. Real numbers
-throughout: that transformers rounds frequencies and angles to float32 is its arithmetic, not the
-definition. partial_rotary_factor is ignored, as transformers does here.
+Rotary: pairs of columns of queries and keys rotate, each pair at its own frequency. Scalings
+stretch some frequencies, so that positions beyond the training's resemble those within. Real
+numbers throughout: that transformers rounds frequencies and angles to float32 is its arithmetic,
+not the definition. partial_rotary_factor is ignored, as transformers does here.
 
-Latent: keys and values of all heads come from one small row per token, a latent (kv_lora_rank), and
-one rotated key part that all heads share. Here the latent is expanded to every head's keys and
-values, as the paper defines it.
+Latent: keys and values of all heads are computed from one small row per token, a latent
+(kv_lora_rank), and one rotated key part that all heads share. Here the latent is expanded to every
+head's keys and values, as the paper defines it.
 """
 
 import math
@@ -30,7 +30,7 @@ LATENT = ("deepseek_v2", "deepseek_v3")
 ONE_WINDOW = ("mistral", "qwen3_moe")  # in all layers, if any
 DECODERS = ("llama", "qwen2", "gpt_oss", *ONE_WINDOW, "qwen3", *GEMMA, *LATENT)
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
-LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
 Config = Mapping[str, Any]
 Expert = Callable[[int], Tensor]
 Rotation = tuple[Tensor, Tensor]  # cos and sin [n, 1, pairs], times the scaling's attention factor
@@ -38,17 +38,17 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin [n, 1, pairs], times the scaling
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors below `prefix`, as float64; one that is not there is a KeyError that names it."""
+    """The tensors below `prefix`, as float64; a missing one raises a KeyError that names it."""
 
     tensors: Mapping[str, Tensor]
     prefix: str = ""
 
     def at(self, *parts: str | int) -> "Weights":
-        """The tensors of a part: weights.at("layers", 3)."""
+        """Returns the tensors of a part: weights.at("layers", 3)."""
         return Weights(self.tensors, self.prefix + "".join(f"{part}." for part in parts))
 
     def trunk(self, prefix: str, name: str) -> "Weights":
-        """Where `name` is: a checkpoint of the trunk alone has no `prefix` before its names."""
+        """Returns the part that has `name`: a checkpoint of the trunk alone has no `prefix`."""
         return self if name in self else self.at(prefix)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -71,13 +71,13 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def norm(x: Tensor, config: Config, weights: Weights, name: str) -> Tensor:
-    """Gemma's files hold the weight less 1."""
+    """RMS norm with a config's epsilon. Gemma's files store the weight minus 1."""
     one = 1.0 if config["model_type"] in GEMMA else 0.0
     return rms_norm(x, one + weights[f"{name}.weight"], config["rms_norm_eps"])
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
-    """Rows of mean 0 and variance 1, times a weight, plus a bias. Old files say gamma and beta."""
+    """Rows of mean 0 and variance 1, times a weight, plus a bias; gamma and beta in old files."""
     centred = x - x.mean(-1, keepdim=True)
     variance = (centred * centred).mean(-1, keepdim=True)
     scale, shift = ("gamma", "beta") if f"{name}.gamma" in weights else ("weight", "bias")
@@ -108,13 +108,13 @@ def plain_mlp(x: Tensor, weights: Weights, names: tuple[str, str], activation: s
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """x, bent smoothly so that it stays within ±cap."""
+    """x, bent smoothly to stay within ±cap."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def mixture(logits: Tensor, ids: Tensor, shares: Tensor, output: Expert) -> Tensor:
-    """Σ weight · output over all experts: `shares` [n, k] of those that a row is given to, `ids`
-    [n, k], and 0 for all others."""
+    """Σ weight · output over all experts: `shares` [n, k] are the weights of a row's experts `ids`
+    [n, k]; all other weights are 0."""
     weights = torch.zeros_like(logits).scatter(1, ids, shares)
     return torch.stack([weights[:, e, None] * output(e) for e in range(logits.shape[1])]).sum(0)
 
@@ -128,7 +128,7 @@ def within_groups(scores: Tensor, group_scores: Tensor, config: Config) -> Tenso
 
 
 def qwen3_moe(x: Tensor, config: Config, weights: Weights) -> Tensor:
-    """The likeliest experts, by their probabilities among all, or among those chosen."""
+    """The likeliest experts, weighted by their probabilities among all, or among those chosen."""
     logits = linear(x, weights, "gate", bias=False)
     shares, ids = torch.topk(logits.softmax(-1), config["num_experts_per_tok"])
     if config["norm_topk_prob"]:
@@ -137,9 +137,9 @@ def qwen3_moe(x: Tensor, config: Config, weights: Weights) -> Tensor:
 
 
 def deepseek(x: Tensor, config: Config, weights: Weights) -> Tensor:
-    """Routed experts, and beside them one that every row passes through. V2: the likeliest, where
-    groups count those of the best; a group is as good as its best expert. V3: sigmoids weigh,
-    corrected ones choose; a group is as good as its best two."""
+    """Routed experts, plus one that every row passes through. V2: the likeliest experts, optionally
+    of the best groups only, ranked by their best expert. V3: sigmoids are weights, corrected
+    sigmoids choose; a group is ranked by its best two."""
     logits, is_v2 = linear(x, weights, "gate", bias=False), config["model_type"] == "deepseek_v2"
     if is_v2:
         scores = ranked = logits.softmax(-1)
@@ -167,7 +167,7 @@ def separate_experts(x: Tensor, weights: Weights, config: Config) -> Expert:
 
 def gpt_oss(x: Tensor, config: Config, weights: Weights) -> Tensor:
     """The largest logits, and a softmax over these alone. Experts in one tensor [experts, in, out]:
-    even columns gate, odd ones up, both clamped."""
+    even columns are the gate, odd ones up, both clamped."""
     logits = linear(x, weights, "router", bias=True)
     up, up_bias = weights["experts.gate_up_proj"], weights["experts.gate_up_proj_bias"]
     down, down_bias = weights["experts.down_proj"], weights["experts.down_proj_bias"]
@@ -183,7 +183,7 @@ def gpt_oss(x: Tensor, config: Config, weights: Weights) -> Tensor:
 
 
 class Scoring(NamedTuple):
-    """From dot products to scores; `sinks` [heads] take part in the softmax and have no value."""
+    """How dot products become scores; `sinks` [heads] join the softmax and have no value."""
 
     scale: float
     cap: float | None = None
@@ -191,8 +191,8 @@ class Scoring(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scoring: Scoring) -> Tensor:
-    """q [n, heads, d], k and v [m, kv heads, …], sees [n, m], or all → [n, heads · v's width].
-    Query head h reads key head h // (heads / kv heads)."""
+    """q [n, heads, d], k and v [m, kv heads, …], sees [n, m] or None for all → [n, heads · v's
+    width]. Query head h reads key head h // (heads / kv heads)."""
     shared_by = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
     scores = soft_cap(torch.einsum("nhd,mhd->hnm", q, k) * scoring.scale, scoring.cap)
@@ -206,7 +206,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scoring: Scorin
 
 
 def causal(length: int, window: int | None = None) -> Tensor:
-    """bool [length, length]: a row sees itself and those before, as far as its window."""
+    """bool [length, length]: a row sees itself and earlier rows within its window."""
     row, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
     sees = key <= row
     return sees if window is None else sees & (key > row - window)
@@ -215,7 +215,7 @@ def causal(length: int, window: int | None = None) -> Tensor:
 def biased_attention(
     x: Tensor, keys_from: Tensor, sees: Tensor | None, heads: int, w: Weights, maps: tuple[str, ...]
 ) -> Tensor:
-    """Queries from x, keys and values from the other rows, of which a row `sees` some, or all."""
+    """Queries from x, keys and values from `keys_from`; sees [n, m], or None for all of them."""
     rows = (x, keys_from, keys_from)
     parts = [linear(each, w, name, bias=True) for each, name in zip(rows, maps, strict=False)]
     q, k, v = (part.view(len(part), heads, -1) for part in parts)
@@ -224,7 +224,7 @@ def biased_attention(
 
 
 def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
-    """x [n, hidden] → [n, hidden], of layer i of a decoder: many query heads share a key head."""
+    """x [n, hidden] → [n, hidden], for layer i of a decoder: many query heads share a key head."""
     kind = config["model_type"]
     bias = kind not in ("mistral", "qwen2") and config["attention_bias"]
     kv_heads = config["num_key_value_heads"]
@@ -250,9 +250,9 @@ def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
 
 
 def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:
-    """The same, of MLA. Queries come straight from the row or through a low rank and its norm; the
-    rope part of a key is the same for all heads. V2 turns neighbouring columns, V3 those or halves,
-    as its config says. Scores have yarn's temperature for both sides."""
+    """x [n, hidden] → [n, hidden], MLA. Queries are computed from the row directly or through a low
+    rank and its norm; all heads share a key's rope part. V2 rotates neighbouring columns, V3 these
+    or halves, by its config. Scores have yarn's temperature for both sides."""
     heads, nope_dim = config["num_attention_heads"], config["qk_nope_head_dim"]
     params, bias = config["rope_parameters"], config["attention_bias"]
     by, turn = rotation(params, config["qk_rope_head_dim"], config, len(x)), rotate_halves
@@ -280,7 +280,7 @@ def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:
 
 
 def rotation(params: Config, dim: int, config: Config, length: int) -> Rotation:
-    """Of rows at positions 0…length-1, of which `dim` columns turn, by rope_parameters."""
+    """cos and sin for positions 0…length-1, of which `dim` columns rotate, by rope_parameters."""
     factor = attention_factor(params, config["max_position_embeddings"])
     positions = torch.arange(length, dtype=torch.float64)[:, None, None]
     angles = positions * frequencies(params, dim, config)
@@ -288,13 +288,13 @@ def rotation(params: Config, dim: int, config: Config, length: int) -> Rotation:
 
 
 def rotate_halves(x: Tensor, by: Rotation) -> Tensor:
-    """x [n, heads, dim]: column i turns together with column i + dim/2."""
+    """x [n, heads, dim]: column i rotates together with column i + dim/2."""
     (a, b), (cos, sin) = x.chunk(2, -1), by
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def rotate_pairs(x: Tensor, by: Rotation) -> Tensor:
-    """x [n, heads, dim]: column 2i turns together with column 2i + 1."""
+    """x [n, heads, dim]: column 2i rotates together with column 2i + 1."""
     (a, b), (cos, sin) = (x[..., 0::2], x[..., 1::2]), by
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
@@ -306,9 +306,9 @@ def frequencies(params: Config, dim: int, config: Config) -> Tensor:
     if kind == "default":
         return plain
     if kind == "dynamic":
-        # theta itself within max_position; larger for a context length beyond it. The length is a
-        # decision of whoever loads the model, `context_length`: as published it is that of the
-        # sequence, and a key would depend on when it was computed
+        # theta itself within max_position, larger beyond it. The length is `context_length`, which
+        # the loader of the model chooses: as published it is the sequence's, and a key would depend
+        # on when it was computed
         beyond = (config.get("context_length") or 0) / config["max_position_embeddings"]
         stretch = params["factor"] * max(beyond, 1.0) - (params["factor"] - 1)
         return powers(params["rope_theta"] * stretch ** (dim / (dim - 2)), dim)
@@ -328,7 +328,7 @@ def powers(theta: float, dim: int) -> Tensor:
 
 
 def llama3(plain: Tensor, params: Config) -> Tensor:
-    """Pairs that turn seldom within the original length are stretched, the others kept; blended."""
+    """Pairs that rotate seldom within the original length are stretched, others kept; blended."""
     low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
     turns = float(params["original_max_position_embeddings"]) * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -336,7 +336,7 @@ def llama3(plain: Tensor, params: Config) -> Tensor:
 
 
 def yarn(plain: Tensor, params: Config, dim: int, max_position: int) -> Tensor:
-    """Pairs that turn beta_fast times or more are kept, beta_slow or less stretched; blended."""
+    """Pairs with beta_fast rotations or more are kept, beta_slow or fewer stretched; blended."""
     fast, slow = params.get("beta_fast") or 32, params.get("beta_slow") or 1
     first, last = pair_that_turns(fast, params, dim), pair_that_turns(slow, params, dim)
     if params.get("truncate", True):
@@ -348,18 +348,18 @@ def yarn(plain: Tensor, params: Config, dim: int, max_position: int) -> Tensor:
 
 
 def pair_that_turns(times: float, params: Config, dim: int) -> float:
-    """The pair, as a real number, that turns so often within the original length."""
+    """The pair, as a real number, that rotates `times` times within the original length."""
     wavelength = params["original_max_position_embeddings"] / times
     return float(dim / 2 * math.log(wavelength / (2 * math.pi), params["rope_theta"]))
 
 
 def yarn_factor(params: Config, max_position: int) -> float:
-    """The stretch; where a config does not state it, how much longer the context became."""
+    """The stretch; where a config does not state it, the ratio of the new context to the old."""
     return float(params["factor"] or max_position / params["original_max_position_embeddings"])
 
 
 def attention_factor(params: Config, max_position: int) -> float:
-    """What yarn multiplies cos and sin with; 1 for all others."""
+    """The factor that yarn applies to cos and sin; 1 for all others."""
     if params["rope_type"] != "yarn":
         return 1.0
     if params.get("attention_factor") is not None:
