@@ -2,13 +2,13 @@
 
     python examples/backend.py [options of `lockstep lab run`]
 
-A package brings it by naming it in its pyproject.toml, and Lockstep finds it by that name:
+A package names its backend in its pyproject.toml, and Lockstep finds it by that name:
 
     [project.entry-points."lockstep.backends"]
     example = "backend:Backend"
 
-It computes a row at a time in float32, in whatever order torch likes: values, no promise of bits.
-What its `Caps` do not state is refused: soft caps, sinks, tree rows, latent and cross layouts.
+It computes a row at a time in float32, in torch's own order: values, no promise of bits. What its
+`Caps` do not state is refused: soft caps, sinks, tree rows, latent and cross layouts.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Backend(base.Backend):
     )
 
     def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
-        """Three numbers for every row."""
+        """Returns three numbers for every row."""
         return 3 * bucket.tokens
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> None:
-        """Host: of every row its request, and the positions that it sees."""
+        """Host: writes each row's request and the range of positions that it sees."""
         begins, ends = base.visible(plan, group)
         views.derived.reshape(3, -1)[:] = plan.request, begins, ends
 
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Any:
-        """These numbers and the page table, where they lie on the device."""
+        """Returns these numbers and the page table at their addresses on the device."""
         return views.derived.reshape(3, -1).T, base.addresses(spec, views)
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class Backend(base.Backend):
 
 
 def main(options: list[str]) -> int:
-    """What `pip install` would leave behind, in a folder of its own, and the lab with it."""
+    """Installs what `pip install` would leave in a temporary folder, and runs the lab with it."""
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder, "example-1.0.dist-info")
         installed.mkdir()

@@ -1,5 +1,5 @@
-"""The promise in one screen: one request, five ways to compute it, and one that is guessed ahead by
-the built-in model's head: the same bits each time.
+"""The promise in one screen: one request computed in five ways, and one with draft tokens from the
+built-in model's head: the same bits each time.
 
     python examples/same_bits.py
 
@@ -31,7 +31,7 @@ ROOM = {"max_total_tokens": 8192, "context_length": 1024}
 
 
 def preempted(llm: LLM) -> Output:
-    """Takes the request's pages away every other step; it is computed again from its tokens."""
+    """Preempts the request every other step; it is computed again from its tokens."""
     engine = llm.engine
     job, steps = engine.add(engine.tokenizer.encode(PROMPT), PARAMS), 0
     while engine.busy:
@@ -43,7 +43,7 @@ def preempted(llm: LLM) -> Output:
 
 
 def timed(llm: LLM) -> tuple[Output, float, list[int]]:
-    """The answer when everything is warm, its seconds, and the tokens that each step brought."""
+    """Returns the output once everything is warm, its seconds, and each step's token count."""
     engine = llm.engine
     for _ in range(2):
         lens, begin = [0], perf_counter()
@@ -57,7 +57,7 @@ def timed(llm: LLM) -> tuple[Output, float, list[int]]:
 
 
 def same(one: Output, other: Output) -> bool:
-    """Tokens, and the bits of their log-probabilities."""
+    """Compares tokens and the bits of their log-probabilities."""
     tokens = one.token_ids == other.token_ids
     return tokens and one.logprobs.tobytes() == other.logprobs.tobytes()
 

@@ -1,13 +1,13 @@
-"""The API pages, docs/api/*.md: what the public boundaries take and give, read from the source.
+"""The API pages, docs/api/*.md: what the public boundaries take and return, read from the source.
 
     python tools/api.py            write them
     python tools/api.py --check    exit 1 if they are not what the source says
 
-Signatures, docstrings and comments of fields are the pages' only text. Every tensor and array has
-a dtype and a shape, or the pages are not built: its docstring says `name dtype [shape]`, as in "q
-activations [T, heads, d_qk]", or a field's comment begins with it, the name left out. A result is
-called `returns` or has a name of its own. The type says the side: a tensor is the device's, an
-array of numpy the host's. Knows source text only: nothing is imported.
+Signatures, docstrings and comments of fields are the pages' only text. Every tensor and array must
+have a dtype and a shape, or the pages are not built: its docstring says `name dtype [shape]`, as in
+"q activations [T, heads, d_qk]", or a field's comment begins with it, without the name. A result is
+called `returns` or has a name of its own. The type tells the side: a tensor is on the device, a
+numpy array on the host. Reads source text only: nothing is imported.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Array:
-    """What is known of one tensor or array."""
+    """A documented tensor or array."""
 
     name: str
     dtype: str
@@ -84,14 +84,14 @@ class Module:
     tree: ast.Module
 
     def find(self, name: str) -> ast.AST:
-        """The class or function called `name`."""
+        """Returns the class or function called `name`."""
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef | Function) and node.name == name:
                 return node
         raise LookupError(f"{self.path} has no {name}: correct PAGES in tools/api.py")
 
     def comment(self, node: ast.AnnAssign) -> str:
-        """What stands behind a field, or above it."""
+        """Returns the comment after a field, or the one above it."""
         own = self.lines[node.lineno - 1 : node.end_lineno]
         behind = [line.partition("  # ")[2].strip() for line in own if "  # " in line]
         if behind:
@@ -104,19 +104,19 @@ class Module:
         return " ".join(above)
 
     def header(self, node: Function) -> str:
-        """A function's signature, as it is written."""
+        """Returns a function's signature, as written."""
         lines = self.lines[node.lineno - 1 : node.body[0].lineno - 1]
         return textwrap.dedent("\n".join(lines)).rstrip(": ")
 
 
 def read(path: str) -> Module:
-    """A file of the package, by its path in it."""
+    """Reads a file of the package, by its path in it."""
     text = (ROOT / "lockstep" / path).read_text(encoding="utf-8")
     return Module(path, text.splitlines(), ast.parse(text))
 
 
 def page(title: str, members: dict[str, tuple[str, ...]]) -> str:
-    """The text of a page."""
+    """Returns the text of a page."""
     note = "Made from the source by `make docs` (tools/api.py): change the source, not this page."
     out = [f"# {title}", "", f"<!-- {note} -->", ""]
     out += ["*Host* is numpy memory, *device* torch memory where the model lies.", ""]
@@ -133,12 +133,12 @@ def page(title: str, members: dict[str, tuple[str, ...]]) -> str:
 
 
 def dotted(path: str) -> str:
-    """plan/step.py → plan.step"""
+    """Converts plan/step.py to plan.step."""
     return path.removesuffix(".py").replace("/", ".")
 
 
 def klass(module: Module, node: ast.ClassDef) -> Iterator[str]:
-    """A class: docstring, fields, public methods."""
+    """Yields a class: docstring, fields, public methods."""
     documented = ast.get_docstring(node) or ""
     fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and is_public(f.target)]
     text, meanings = columns(documented, {ast.unparse(field.target) for field in fields})
@@ -155,7 +155,7 @@ def klass(module: Module, node: ast.ClassDef) -> Iterator[str]:
 
 
 def columns(documented: str, names: set[str]) -> tuple[str, dict[str, str]]:
-    """A docstring without its lines `field  meaning`, and these."""
+    """Splits a docstring into text and its lines `field meaning`, by field."""
     kept: list[str] = []
     meanings: dict[str, str] = {}
     last = ""
@@ -173,12 +173,12 @@ def columns(documented: str, names: set[str]) -> tuple[str, dict[str, str]]:
 
 
 def is_public(target: ast.expr) -> bool:
-    """Whether a field is one for others."""
+    """Returns whether a field is public."""
     return isinstance(target, ast.Name) and not target.id.startswith("_")
 
 
 def is_shown(method: Function) -> bool:
-    """Public, and not one of several signatures."""
+    """Returns whether a method is public and no overload."""
     marks = [ast.unparse(mark) for mark in method.decorator_list]
     return (
         method.name == "__init__" or not method.name.startswith("_")
@@ -192,7 +192,7 @@ def field_row(
     known: list[Array],
     meanings: dict[str, str],
 ) -> str:
-    """A field of a class: name, type with its default, and the comment."""
+    """Returns a field's table row: name, type with its default, and the comment."""
     name, kind, comment = (
         ast.unparse(field.target),
         annotated(field.annotation),
@@ -215,7 +215,7 @@ def field_row(
 
 
 def function(module: Module, node: Function, owner: str, level: str) -> Iterator[str]:
-    """A function or method: signature, docstring, table of its tensors."""
+    """Yields a function or method: signature, docstring, table of its tensors."""
     documented = ast.get_docstring(node) or ""
     found = arrays(documented)
     check(module, node, owner, found)
@@ -236,23 +236,23 @@ def function(module: Module, node: Function, owner: str, level: str) -> Iterator
 
 
 def parameters(node: Function) -> list[ast.arg]:
-    """All of them."""
+    """Returns all parameters."""
     return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def annotated(annotation: ast.expr | None) -> str:
-    """A type as text, short names written out."""
+    """Returns a type as text, with aliases written out."""
     text = ast.unparse(annotation) if annotation else ""
     return re.sub(r"\w+", lambda word: ALIASES.get(word[0], word[0]), text)
 
 
 def side(kind: str) -> str:
-    """Where a tensor or array lies; "" for anything else."""
+    """Returns "device" or "host" for a tensor or array, "" for anything else."""
     return "device" if "Tensor" in kind else "host" if "NDArray" in kind else ""
 
 
 def check(module: Module, node: Function, owner: str, found: list[Array]) -> None:
-    """Every tensor that goes in or comes out is described."""
+    """Raises unless every tensor that is taken or returned is described."""
     said = {array.name for array in found}
     given = {arg.arg: annotated(arg.annotation) for arg in parameters(node)}
     for name, kind in given.items():
@@ -265,7 +265,7 @@ def check(module: Module, node: Function, owner: str, found: list[Array]) -> Non
 
 
 def arrays(documented: str) -> list[Array]:
-    """The tensors that a docstring describes."""
+    """Returns the tensors that a docstring describes."""
     text = " ".join(documented.split())
     return [
         Array(name, match[2], match[3])
@@ -276,7 +276,7 @@ def arrays(documented: str) -> list[Array]:
 
 
 def prose(documented: str) -> Iterator[str]:
-    """A docstring; what is set in columns stays so."""
+    """Yields a docstring's paragraphs, with those set in columns as code blocks."""
     for paragraph in documented.split("\n\n"):
         lines = paragraph.splitlines()
         columns = sum(bool(re.match(r"\S+ {2,}\S| {4}", line)) for line in lines)

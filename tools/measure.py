@@ -4,12 +4,12 @@ three habits that make a line hard to read.
     python tools/measure.py                      this tree
     python tools/measure.py FOLDER [FOLDER ...]  other trees, ours or not, in the same way
 
-Prints a Markdown table; docs/reading.md has it. Lines and functions are counted whole, blank lines
-too. Tokens and widths are those of code: no comment, no docstring. Conditional expressions, calls
-and repeated lines are shares of the lines that are not blank; a call with `*args` does not count,
-imports do not repeat. Names are parameters and variables, once per binding.
+Prints a Markdown table, which docs/reading.md contains. Lines and functions are counted whole, with
+blank lines. Tokens and widths are those of code, without comments and docstrings. Conditional
+expressions, calls and repeated lines are shares of the lines that are not blank; calls with `*args`
+and repeated imports are not counted. Names are parameters and variables, once per binding.
 
-Knows source text only; the standard library suffices. The ruler judges, this compares.
+Reads source text only; the standard library suffices. The ruler enforces limits, this compares.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MANY_ARGUMENTS = 6
-BLOCK = 6  # as many lines of code in a row, standing elsewhere too, are repeated
+BLOCK = 6  # consecutive lines of code that occur elsewhere, too, count as repeated
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -54,7 +54,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Source:
-    """A file, read."""
+    """A file's text and syntax tree."""
 
     text: str
     tree: ast.Module
@@ -69,7 +69,7 @@ class Source:
 
     @cached_property
     def docstring_lines(self) -> set[int]:
-        """The numbers of the lines of docstrings."""
+        """The line numbers of docstrings."""
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         found: set[int] = set()
         for node in self.nodes:
@@ -80,7 +80,7 @@ class Source:
 
     @cached_property
     def tokens(self) -> list[tokenize.TokenInfo]:
-        """What is neither comment nor docstring nor layout."""
+        """All tokens but comments, docstrings and layout."""
         found = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return [
             token
@@ -90,19 +90,19 @@ class Source:
 
     @cached_property
     def code_lines(self) -> list[str]:
-        """The lines on which a token lies."""
+        """The lines that contain a token."""
         numbers = {n for t in self.tokens for n in range(t.start[0], t.end[0] + 1)}
         return [self.lines[n - 1] for n in sorted(numbers)]
 
     @cached_property
     def statements(self) -> list[str]:
-        """Its code without imports, without indentation: what may be repeated elsewhere."""
+        """The code without imports and indentation: what may be repeated elsewhere."""
         code = (line.strip() for line in self.code_lines)
         return [line for line in code if not line.startswith(("import ", "from "))]
 
 
 def row(title: str, paths: Iterable[Path]) -> str:
-    """The figures of some files together, as a line of the table."""
+    """Returns the figures of some files together, as a line of the table."""
     texts = [path.read_text(encoding="utf-8") for path in paths]
     sources = [Source(text, ast.parse(text)) for text in texts]
     nodes = [node for source in sources for node in source.nodes]
@@ -127,7 +127,7 @@ def row(title: str, paths: Iterable[Path]) -> str:
 
 
 def p95(rising: list[int]) -> int:
-    """The value that 95 % do not exceed."""
+    """Returns the value that 95 % do not exceed."""
     return rising[math.ceil(0.95 * len(rising)) - 1]
 
 
@@ -136,20 +136,20 @@ def is_function(node: ast.AST) -> bool:
 
 
 def length(node: Any) -> int:
-    """Lines from `def` to the end."""
+    """Counts the lines from `def` to the end."""
     lines: int = node.end_lineno - node.lineno + 1
     return lines
 
 
 def is_long_call(node: ast.AST) -> bool:
-    """Many positional arguments, every one written out."""
+    """Returns whether a call has many positional arguments, none of them starred."""
     if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
         return False
     return len(node.args) >= MANY_ARGUMENTS
 
 
 def bound(node: ast.AST) -> list[str]:
-    """The parameter or variable that a node binds."""
+    """Returns the parameter or variable that a node binds."""
     if isinstance(node, ast.arg):
         return [node.arg]
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -158,7 +158,7 @@ def bound(node: ast.AST) -> list[str]:
 
 
 def repeated(files: list[list[str]]) -> int:
-    """Lines inside a block of BLOCK lines that stands elsewhere too."""
+    """Counts the lines inside blocks of BLOCK lines that also occur elsewhere."""
     blocks = [[tuple(each[i : i + BLOCK]) for i in range(len(each) - BLOCK + 1)] for each in files]
     counts = Counter(block for each in blocks for block in each)
     inside = {
@@ -172,7 +172,7 @@ def repeated(files: list[list[str]]) -> int:
 
 
 def shares(root: Path) -> dict[str, list[Path]]:
-    """A tree of ours: what serves and what judges; case files of reverts are neither."""
+    """Returns a tree of ours by share: serving and judging code, without case files of reverts."""
     gpu = ("lockstep/kernels/triton/", "lockstep/kernels/cuda/")
     titles = {"lockstep/lab/reverts/": "", "lockstep/lab/": "lab without reverts"}
     titles |= {"lockstep/bench/": "bench", **dict.fromkeys(gpu, "GPU kernels"), "": "engine"}

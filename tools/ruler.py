@@ -25,13 +25,13 @@ class Share(NamedTuple):
     """A part of the package that has a limit of its own."""
 
     name: str
-    includes: tuple[str, ...]  # paths that begin so
+    includes: tuple[str, ...]  # prefixes of paths
     excludes: tuple[str, ...]
     limit: int
     goal: int
 
 
-GPU = (  # what an engine on a CPU never runs
+GPU = (  # never run by an engine on a CPU
     "lockstep/kernels/triton/",
     "lockstep/kernels/cuda/",
     "lockstep/attention/triton.py",
@@ -56,7 +56,7 @@ class Function(NamedTuple):
 
 
 def functions(path: Path, shown: str) -> list[Function]:
-    """Every function of a file, methods and nested ones under their dotted name."""
+    """Returns every function of a file; methods and nested ones have dotted names."""
     found: list[Function] = []
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -77,8 +77,8 @@ def functions(path: Path, shown: str) -> list[Function]:
 
 
 def measure(package: Path) -> tuple[dict[str, int], list[Function]]:
-    """Lines per file and all functions, both keyed by paths that start at the package's own
-    name."""
+    """Returns lines per file, keyed by paths that start with the package's name, and all
+    functions."""
     lines: dict[str, int] = {}
     found: list[Function] = []
     for path in sorted(package.rglob("*.py")):
@@ -89,7 +89,7 @@ def measure(package: Path) -> tuple[dict[str, int], list[Function]]:
 
 
 def complaints(lines: dict[str, int], found: list[Function]) -> list[str]:
-    """One sentence per broken limit, with value and limit."""
+    """Returns one sentence per exceeded limit, with value and limit."""
     out = [
         f"{name} has {n} lines; the limit for a file is {FILE_LIMIT}"
         for name, n in lines.items()
@@ -108,7 +108,7 @@ def complaints(lines: dict[str, int], found: list[Function]) -> list[str]:
 
 
 def share_lines(lines: dict[str, int], share: Share) -> int:
-    """Lines of a share."""
+    """Counts the lines of a share."""
     return sum(
         n
         for name, n in lines.items()
@@ -117,7 +117,7 @@ def share_lines(lines: dict[str, int], share: Share) -> int:
 
 
 def lines_at(revision: str) -> dict[str, int]:
-    """Lines per file of the package as it was at a commit."""
+    """Returns lines per file of the package at a commit."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", revision, "lockstep"], cwd=ROOT, capture_output=True, check=True
@@ -149,7 +149,7 @@ def report(lines: dict[str, int], found: list[Function], base: dict[str, int] | 
 
 
 def by_folder(lines: dict[str, int]) -> Counter[str]:
-    """Lines per folder."""
+    """Sums the lines per folder."""
     folders: Counter[str] = Counter()
     for name, n in lines.items():
         folders[name.rpartition("/")[0]] += n

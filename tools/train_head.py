@@ -1,16 +1,15 @@
-"""The built-in model's EAGLE-3 head: trained on what the model itself writes behind the standard
-library.
+"""Trains the built-in model's EAGLE-3 head on what the model writes after the standard library.
 
-Three parts, one after the other: `prompts` cuts the library's files into prompts (on the CPU, once;
-the 32 files of `lockstep bench speculative`, and all others that the model was not trained
-on, are left out), the target goes on behind them, greedily and sampled, and the head learns to go
-on with the target's states. In training as in use a draft step reads the state that the head itself
-made in the step before ("training-time test"). Plain float32 torch, a GPU if there is one:
+Three parts, one after the other. `prompts` cuts the library's files into prompts (on the CPU, once;
+without the 32 files of `lockstep bench speculative` and all others held out from the model's
+training). The target continues them, greedily and sampled, and the head learns to predict that from
+the target's states. In training as in use, a draft step reads the state that the head itself made
+in the step before ("training-time test"). Plain float32 torch, on a GPU if there is one:
 
     python tools/train_head.py prompts
     python tools/train_head.py train
 
-Knows the target's formulas a second time, since a batch of equal lengths needs no engine.
+Contains the target's formulas a second time, since a batch of equal lengths needs no engine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "lockstep/builtin"
 HELD_OUT = ROOT / "lockstep/bench/held_out.json"
 BEGIN_ID, END_ID = 0, 1
-LONGEST = 512  # tokens of a prompt
+LONGEST = 512  # tokens of the longest prompt
 TEMPERATURE = 0.8  # of sampled continuations
 
 
@@ -44,8 +43,8 @@ TEMPERATURE = 0.8  # of sampled continuations
 
 
 def write_prompts(args: argparse.Namespace) -> None:
-    """Training prompts [count, LONGEST] and the held-out ones [32, prompt_len], as one file. A
-    quarter begin where a file does; of the others any place of any file is as likely."""
+    """Writes training prompts [count, LONGEST] and the held-out ones [32, prompt_len] to one file.
+    A quarter begin where a file does; the others anywhere in any file, uniformly."""
     sys.path.insert(0, str(ROOT / "tools/builtin"))
     from prepare import is_held_out, sources
     from tokenizers import Tokenizer
@@ -85,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def cos_sin(begin: int, end: int, device: torch.device) -> CosSin:
-    """Of positions [begin, end), for heads of 64: [T, 32] each."""
+    """Returns cos and sin of positions [begin, end), for heads of 64: [T, 32] each."""
     freqs = 10_000.0 ** (-torch.arange(32, device=device) / 32)
     angles = torch.arange(begin, end, device=device)[:, None] * freqs
     return angles.cos(), angles.sin()
@@ -98,8 +97,7 @@ def rotate(x: Tensor, turn: CosSin) -> Tensor:
 
 
 class Target:
-    """The built-in model, for batches of sequences of one length; keys are kept from call to
-    call."""
+    """The built-in model, for batches of sequences of one length; keys are kept between calls."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.config = json.loads((folder / "config.json").read_text())
@@ -109,14 +107,14 @@ class Target:
         self.embedding = self.weights["model.embed_tokens.weight"]
 
     def begin(self, rows: int, length: int) -> None:
-        """Room for the keys of a new batch."""
+        """Allocates the keys of a new batch."""
         heads, d = self.config["num_key_value_heads"], self.config["head_dim"]
         shape = (2, self.layers, rows, heads, length, d)
         self.cache, self.length = torch.empty(shape, device=self.embedding.device), 0
 
     def __call__(self, ids: Tensor, layers: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-        """ids [B, T], behind those of the calls before → normed rows [B, T, d], and the states
-        behind `layers`."""
+        """ids [B, T], following those of earlier calls → normed rows [B, T, d], and the states
+        after `layers`."""
         x, states = F.embedding(ids, self.embedding), dict[int, Tensor]()
         begin, end = self.length, self.length + ids.shape[1]
         turn, sees = cos_sin(begin, end, x.device), dict[int, Tensor]()
@@ -132,7 +130,7 @@ class Target:
         return rms_norm(x, self.weights["model.norm.weight"]), [states[i] for i in layers]
 
     def window(self, i: int, length: int) -> int:
-        """Keys that a row of layer i sees, of so many."""
+        """Returns how many of `length` keys a row of layer i sees at most."""
         sliding = self.config["layer_types"][i] == "sliding_attention"
         return min(length, self.config["sliding_window"]) if sliding else length
 
@@ -171,10 +169,10 @@ class Batch:
     """Sequences of one length, their first `prompt_len` tokens a prompt.
 
     ids      [B, T]
-    states   [B, T, 3d], what the head fuses, and `rows` [B, T, d], what the target's logits are of
+    states   [B, T, 3d], the head's input, and `rows` [B, T, d], the input of the target's logits
     greedy   [B]: continued at temperature 0
     counts   [B, T]: a token of the continuation, up to its end of text
-    noise    [B, T, vocab] of sampled tokens, where it was kept: token i was chosen with noise[i]
+    noise    [B, T, vocab] of sampled tokens, if kept: token i was chosen with noise[i]
     """
 
     prompt_len: int
@@ -190,7 +188,7 @@ class Batch:
 def continued(
     target: Target, prompts: Tensor, new: int, layers: tuple[int, ...], keep_noise: bool = False
 ) -> Batch:
-    """Every prompt [B, P] with `new` tokens behind it: the first half of them greedily."""
+    """Continues every prompt [B, P] by `new` tokens, the first half of the prompts greedily."""
     (count, prompt_len), device = prompts.shape, prompts.device
     greedy = torch.arange(count, device=device) < count // 2
     hot = torch.where(greedy, 0.0, TEMPERATURE)[:, None]
@@ -224,7 +222,7 @@ def continued(
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a head."""
+    """The shape of a head."""
 
     hidden: int = 256
     heads: int = 4
@@ -236,8 +234,8 @@ class Shape:
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head; names are those of its file. `tokens` [vocab]: the target's ids of its
-    own."""
+    """An EAGLE-3 head; names are those of its file. `tokens` [vocab]: the target's ids of the
+    head's vocabulary."""
 
     def __init__(self, shape: Shape, tokens: Tensor, embedding: Tensor) -> None:
         super().__init__()
@@ -275,7 +273,7 @@ class Head(nn.Module):
         return rms_norm(x, self.weight(name))
 
     def project(self, ids: Tensor, state: Tensor, begin: int, names: str) -> list[Tensor]:
-        """Queries, keys or values, [B, heads, T, d], of rows at positions from `begin` on."""
+        """Returns queries, keys or values [B, heads, T, d] of rows at positions from `begin` on."""
         embedded = self.norm("midlayer.input_layernorm", F.embedding(ids, self.embedding))
         x = torch.cat((embedded, self.norm("midlayer.hidden_norm", state)), -1)
         turn, out = cos_sin(begin, begin + ids.shape[1], ids.device), []
@@ -286,7 +284,7 @@ class Head(nn.Module):
         return out
 
     def finish(self, mixed: Tensor, state: Tensor) -> Tensor:
-        """Attention's output [B, T, heads · d] → the state that the next row is given."""
+        """Attention's output [B, T, heads · d] → the state that the next row receives."""
         x = state + self.linear("midlayer.self_attn.o_proj", mixed)
         normed = self.norm("midlayer.post_attention_layernorm", x)
         gate = F.silu(self.linear("midlayer.mlp.gate_proj", normed))
@@ -299,10 +297,11 @@ class Head(nn.Module):
 
 
 def unrolled(head: Head, batch: Batch, steps: int) -> list[Tensor]:
-    """Per draft step s, logits [B, N, draft vocabulary] of chains that begin at every row j from
-    the prompt's last one on: step s reads token j + 1 + s, and predicts token j + 2 + s.
+    """Returns, per draft step s, logits [B, N, draft vocabulary] of chains that begin at every row
+    j from the prompt's last on: step s reads token j + 1 + s, and predicts token j + 2 + s.
 
-    Row j sees the keys of rows up to j, of the target's states, and those that its own chain made.
+    Row j sees the keys of rows up to j, from the target's states, and those that its own chain
+    made.
     """
     first, last = batch.prompt_len - 1, batch.ids.shape[1] - 2 - steps  # rows [first, last]
     states = head.linear("fc", batch.states.float())
@@ -331,16 +330,16 @@ def unrolled(head: Head, batch: Batch, steps: int) -> list[Tensor]:
 
 
 def wanted(target: Target, batch: Batch, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tokens that chains predict: the target's logits [B, N + steps - 1, vocab], the ids,
-    and whether they count. Step s is about [:, s : s + N] of these."""
+    """Returns, for the tokens that chains predict, the target's logits [B, N + steps - 1, vocab],
+    the ids, and whether they count. Step s uses [:, s : s + N] of these."""
     first, end = batch.prompt_len + 1, batch.ids.shape[1]
     logits = target.logits(batch.rows[:, first - 1 : end - 1].float())
     return logits, batch.ids[:, first:end], batch.counts[:, first:end]
 
 
 def loss_of(head: Head, target: Target, batch: Batch, steps: int, decay: float) -> Tensor:
-    """Cross entropy with the target's distribution, as far as the head knows its tokens, and of
-    greedy continuations with the token itself; later steps count less."""
+    """Cross entropy with the target's distribution over the head's tokens, averaged for greedy
+    continuations with that of the token itself; later steps count less."""
     own_number = torch.full((len(target.embedding),), -1, device=head.tokens.device)
     own_number[head.tokens] = torch.arange(len(head.tokens), device=head.tokens.device)
     with torch.no_grad():
@@ -362,8 +361,9 @@ def loss_of(head: Head, target: Target, batch: Batch, steps: int, decay: float) 
 
 @torch.no_grad()
 def acceptance(head: Head, target: Target, batch: Batch, steps: int) -> dict[str, Any]:
-    """Of chains that begin at every row of a continuation: how often position s is accepted if all
-    before it are, and tokens per verify with chains of 1, 2, … (the target's own one included).
+    """For chains that begin at every row of a continuation, returns how often position s is
+    accepted if all before it are, and tokens per verify for chains of 1, 2, … (with the target's
+    own token).
 
     A sampled token is drafted with the noise that it was chosen with, as the engine does.
     """
@@ -397,7 +397,7 @@ def acceptance(head: Head, target: Target, batch: Batch, steps: int) -> dict[str
 
 
 def commonest(batches: list[Batch], count: int, vocab_size: int) -> Tensor:
-    """The tokens that the target writes most, in order of their ids."""
+    """Returns the tokens that the target writes most often, in order of their ids."""
     device = batches[0].ids.device
     seen = torch.zeros(vocab_size, device=device)
     for batch in batches:
@@ -406,7 +406,7 @@ def commonest(batches: list[Batch], count: int, vocab_size: int) -> Tensor:
 
 
 def generate(target: Target, prompts: Tensor, args: argparse.Namespace) -> list[Batch]:
-    """Continuations of the first prompts, whose lengths go round."""
+    """Continues the first prompts, cycling through the prompt lengths."""
     batches, layers = [], tuple(args.layers)
     parts = prompts.split(args.rows)[args.first : args.first + args.batches]
     for i, part in enumerate(parts):
@@ -417,7 +417,7 @@ def generate(target: Target, prompts: Tensor, args: argparse.Namespace) -> list[
 
 @torch.no_grad()
 def resume(head: Head, folder: Path) -> None:
-    """Begins with the head of a folder; of tokens that it does not know, with the embeddings."""
+    """Starts from the head in a folder; tokens that it does not know start from the embeddings."""
     stored = load_file(folder / "model.safetensors", str(head.tokens.device))
     tokens = stored["d2t"] + torch.arange(len(stored["d2t"]), device=head.tokens.device)
     for name, value in head.named.items():
@@ -435,7 +435,7 @@ def learning_rate(progress: float, args: argparse.Namespace) -> float:
 
 
 def train(head: Head, target: Target, batches: list[Batch], args: argparse.Namespace) -> list[Any]:
-    """Runs all steps; returns the mean loss of every few, each with the seconds so far."""
+    """Runs all steps; returns the mean loss of every few, with the seconds so far."""
     matrices = [p for p in head.parameters() if p.ndim > 1]
     others = [p for p in head.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}]
@@ -471,7 +471,7 @@ def train(head: Head, target: Target, batches: list[Batch], args: argparse.Names
 
 
 def write(head: Head, target: Target, folder: Path) -> str:
-    """The head in its public layout, bfloat16; returns the digest of the file."""
+    """Writes the head in its public layout, in bfloat16; returns the digest of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     s, vocab_size = head.shape, target.config["vocab_size"]
     tensors = {
@@ -551,7 +551,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The defaults are the recipe of the shipped head."""
+    """Returns the parser. The defaults are the recipe of the shipped head."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("prompts", "train"))
     parser.add_argument("--data", type=Path, default=Path("build/head/prompts.npz"))

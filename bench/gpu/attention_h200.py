@@ -2,9 +2,9 @@
 speed of what the backend launches.
 
 Sections, each in a process of its own under a time limit: `bits` (all rows, odd lengths, 1 to n
-tiles, NaN where nobody wrote), `decode`, `prefill` (with extends) and `latent` (CUDA graphs, L2
+tiles, NaN in unwritten slots), `decode`, `prefill` (with extends) and `latent` (CUDA graphs, L2
 flushed, medians of three rounds, random data, poisoned outputs) with floors measured in the same
-call. cuDNN on contiguous keys is a control for the card's temperature.
+run. cuDNN on contiguous keys is a control for the card's temperature.
 
 usage: python -m bench.gpu.attention_h200 [--out FOLDER] [--sections bits,decode,prefill,latent]
 """
@@ -56,7 +56,7 @@ ANY = 1 << 30
 
 
 def poison(case: Case) -> None:
-    """NaN in the rest of every last page, which nobody wrote."""
+    """Writes NaN into the unwritten rest of every last page."""
     if case.length % 16:
         for page in case.ids.view(case.batch, -1)[:, -1].tolist():
             rest = slice(page * 16 + case.length % 16, page * 16 + 16)
@@ -77,14 +77,14 @@ def differing(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> int:
 
 
 def off(case: Case, out: torch.Tensor) -> float:
-    """The error of three rows against float64."""
+    """Returns the error of three rows against float64."""
     rows = sorted({0, len(out) // 2, len(out) - 1})
     want = case.want(rows)
     return float((out[rows].double() - want).norm() / want.norm())
 
 
 def bits() -> list[dict]:
-    """Every kernel, in parts and whole, against two launch shapes of the plain one, every row."""
+    """Compares every kernel, in parts and whole, with two launch shapes of the plain one."""
     small = {"parts": launch.DECODE, "whole": replace(launch.DECODE, parts=False)}
     latent = {"parts": launch.LATENT, "whole": replace(launch.LATENT, parts=False)}
     plain = (Tuning(16, 4, 2, True), Tuning(64, 4, 2, True))
@@ -151,7 +151,7 @@ def speed(section: str) -> list[dict]:
 
 
 def cudnn(case: Case, reps: int) -> float | None:
-    """TFLOP/s of cuDNN on contiguous keys, causal. None where this build has none."""
+    """Returns TFLOP/s of cuDNN on contiguous keys, causal; None if this build lacks it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     shape = (case.batch, case.length, -1, 128)

@@ -4,12 +4,12 @@ card.
 Shapes of Qwen3-0.6B and 8B with random weights. The requests are those that mini-sglang's offline
 benchmark draws: Python's random.seed(0), 256 prompts of randint(100, 1024) ids from randint(0,
 10000), then 256 lengths of answers, randint(100, 1024); temperature 0.6, nothing cached. A shorter
-round of other prompts goes first, so that the graphs of a measured round are there; how many it
-captured nonetheless is told. Idle time is the device's between the last kernel of a step and the
-first of the next, by events. Beside every figure stands its floor by bandwidth, 4.25 TB/s.
+round of other prompts runs first, so that the graphs of a measured round exist; the number captured
+nonetheless is reported. Idle time is the device's between the last kernel of a step and the first
+of the next, by events. Beside every figure is its floor by bandwidth, 4.25 TB/s.
 
-`--gemm free`: what the order of sums costs. Every GEMM is cuBLAS's own choice for its rows, and
-nothing is proven of it.
+`--gemm free` measures the cost of the order of sums: every GEMM is cuBLAS's own choice for its
+rows, and nothing is proven about it.
 
 usage: PYTHONPATH=. python bench/gpu/engine_h200.py [--model 0.6b,8b] [--what run,steps]
            [--gemm free]
@@ -62,7 +62,7 @@ STEPS = {"0.6b": ((1, 1024),), "8b": ((1, 1024), (64, 2048))}
 
 
 def weight_bytes(config: dict[str, Any]) -> int:
-    """Read by a decode step: all weights but the embedding's rows."""
+    """Returns the bytes that a decode step reads: all weights but the embedding's rows."""
     h, inner, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     layer = h * (heads + 2 * kv) * d + heads * d * h + 3 * h * inner
@@ -70,12 +70,12 @@ def weight_bytes(config: dict[str, Any]) -> int:
 
 
 def key_bytes(config: dict[str, Any]) -> int:
-    """Of one token in the cache."""
+    """Returns the bytes of one token in the cache."""
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
 def write_config(name: str, folder: str) -> None:
-    """The shape of a model as a folder that `load_format="dummy"` draws weights for."""
+    """Writes a model's shape as a folder for which `load_format="dummy"` draws weights."""
     config = COMMON | MODELS[name]
     config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     Path(folder, "config.json").write_text(json.dumps(config))
@@ -100,14 +100,14 @@ def workload(seed: int, shorter: int = 1) -> list[tuple[list[int], int]]:
 
 
 def fresh(config: EngineConfig, parts: Parts, overlap: bool | None = None) -> Engine:
-    """An engine, when the memory of the one before is free again."""
+    """Returns a new engine, after freeing the memory of the one before."""
     gc.collect()
     torch.cuda.empty_cache()
     return Engine(config, parts, overlap)
 
 
 class Gaps:
-    """The device's time between steps: events before and behind every launch."""
+    """The device's time between steps: events before and after every launch."""
 
     def __init__(self, runner: Runner) -> None:
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = []
@@ -125,7 +125,7 @@ class Gaps:
         runner.run = run
 
     def told(self) -> dict[str, float]:
-        """Seconds of steps, and idle seconds between decode steps."""
+        """Returns seconds of steps, and idle seconds between decode steps."""
         torch.cuda.synchronize()
         pairs = zip(self.marks, self.marks[1:])
         idle = [a[1].elapsed_time(b[0]) for a, b in pairs if a[2] and b[2]]
@@ -141,7 +141,7 @@ class Gaps:
 
 
 def serve(engine: Engine, work: list[tuple[list[int], int]]) -> float:
-    """Seconds until all requests are done."""
+    """Returns the seconds until all requests are done."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for at, (ids, new) in enumerate(work):
@@ -153,7 +153,7 @@ def serve(engine: Engine, work: list[tuple[list[int], int]]) -> float:
 
 
 def run(name: str, parts: Parts, config: EngineConfig) -> dict[str, Any]:
-    """The 256 requests."""
+    """Measures the 256 requests."""
     engine = fresh(config, parts)
     print(engine.startup_report, flush=True)
     warm = serve(engine, workload(1, 8))
@@ -175,7 +175,7 @@ def run(name: str, parts: Parts, config: EngineConfig) -> dict[str, Any]:
 def step(
     name: str, parts: Parts, config: EngineConfig, requests: int, keys: int
 ) -> dict[str, float]:
-    """A decode step of so many requests with so many keys: the engine's, and its graph's alone."""
+    """Measures a decode step of `requests` with `keys` each: the engine's, its graph's."""
     engine = fresh(config, parts)
     rng = random.Random(5)
     for at in range(requests):
@@ -209,14 +209,14 @@ def step(
 
 
 class FreeGemm(dict[int, Call]):
-    """Torch's call for any number of rows, in whatever order."""
+    """Torch's call for any number of rows, in any order of sums."""
 
     def get(self, rows: int, default: Any = None) -> Call:
         return torch_gemm
 
 
 def load_free(config: EngineConfig) -> Parts:
-    """The model with such GEMMs, and without a certificate: its rows depend on their company."""
+    """Loads the model with such GEMMs and without a certificate: its rows depend on their batch."""
     ops.choose = lambda weight, library, grid: FreeGemm()
     drawn = EngineConfig(device="cuda", load_format="dummy")
     loaded = loader.load(config.model, drawn)
@@ -259,7 +259,7 @@ def main() -> None:
 
 
 def kernels(call: Any, steps: int) -> str:
-    """Microseconds a step by kernel, and launches of each."""
+    """Returns microseconds per step by kernel, and launches of each."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as seen:
         for _ in range(steps):
@@ -275,7 +275,7 @@ def kernels(call: Any, steps: int) -> str:
 
 
 def profile(parts: Parts, config: EngineConfig) -> None:
-    """Where the time of decode steps goes, on the device and on the host."""
+    """Prints where the time of decode steps goes, on the device and on the host."""
     import cProfile
     import io
     import pstats

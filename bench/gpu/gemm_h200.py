@@ -1,15 +1,15 @@
 """GEMM on one GPU: which calls are in the bit class of our order, and how fast each is. Run it on
 the card.
 
-For every (N, K, M): torch's cuBLAS call, cuBLASLt's proposals without a split of K, and our tiles.
-Every output is compared whole, bit for bit, with the first M rows of one reference (a plain tile
-over all rows), which is compared with float64 on sampled rows; outputs are poisoned before. Data:
-half the rows and half the weights have a wide spread of exponents. Times: CUDA graphs of many
-launches over rotated weights that together exceed the L2 several times, interleaved rounds,
-medians. Floors (copy, GEMM 8192³) come from the same call.
+For every (N, K, M): torch's cuBLAS call, cuBLASLt's proposals without split-K, and our tiles. Every
+output is compared whole, bit for bit, with the first M rows of one reference (a plain tile over all
+rows), which is compared with float64 on sampled rows; outputs are poisoned before. Data: half the
+rows and half the weights have a wide spread of exponents. Times: CUDA graphs of many launches over
+rotated weights that together exceed the L2 several times, interleaved rounds, medians. Floors
+(copy, GEMM 8192³) are measured in the same run.
 
-With `--chosen` what `gemm_choice.choose` took is timed against cuBLAS, and nothing else: the
-figures of the committed table, which `--table` fills from files of the search.
+With `--chosen`, only the choice of `gemm_choice.choose` is timed, against cuBLAS: the figures of
+the committed table, which `--table` fills from files of the search.
 
 usage: python bench/gpu/gemm_h200.py [--model 8b|0.6b] [--shapes NxK,NxK] [--grid M,M] [--chosen]
            [--limit SECONDS] [--out FOLDER]     (writes FOLDER/gemm-h200-MODEL.json)
@@ -53,14 +53,14 @@ SHAPES = {
 }
 L2_BYTES = 60 << 20
 SHARED_BYTES = 224 << 10
-CLOSE = 1.01  # ours, or else torch's call, is taken if the fastest is not faster than by this
+CLOSE = 1.01  # ours, else torch's call, is taken unless the fastest beats it by more than this
 
 
 # ---- candidates ----
 
 
 def few_rows(n: int) -> list[Tile]:
-    """1 to 16: N decides how many columns fill the card."""
+    """Tiles for 1 to 16 rows: N decides how many columns fill the card."""
     if n <= 2048:
         return [
             Tile(16, 16, 256, 4, 8),
@@ -84,7 +84,7 @@ def few_rows(n: int) -> list[Tile]:
 
 
 def some_rows(n: int) -> list[Tile]:
-    """17 to 64: 64 rows make warpgroup products, and rows that are not there cost no reading."""
+    """Tiles for 17 to 64 rows: 64 rows make warpgroup products; missing rows cost no reads."""
     found = [
         Tile(64, 32, 128, 4, 8),
         Tile(64, 32, 256, 4, 4),
@@ -97,7 +97,7 @@ def some_rows(n: int) -> list[Tile]:
 
 
 def many_rows(n: int, rows: int) -> list[Tile]:
-    """128 and more: fewer rows leave multiprocessors idle with large tiles."""
+    """Tiles for 128 rows and more: with fewer rows, large tiles leave multiprocessors idle."""
     found = [Tile(128, 128, 64, 8, 4)]
     if rows <= 256 and n <= 8192:
         found += [
@@ -113,7 +113,7 @@ def many_rows(n: int, rows: int) -> list[Tile]:
 
 
 def tiles(n: int, rows: int) -> list[Tile]:
-    """What is tried for one cell."""
+    """Returns the tiles that are tried for one cell."""
     if rows <= 16:
         found = few_rows(n)
     elif rows <= 64:
@@ -128,7 +128,7 @@ def tiles(n: int, rows: int) -> list[Tile]:
 
 
 class Offline:
-    """Stands for the driver in processes that only compile: says what the card is, reaches none."""
+    """Replaces the driver in processes that only compile: states the target, accesses no card."""
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -143,7 +143,7 @@ class Offline:
 
 
 def warm(n: int, k: int, dtype: torch.dtype, tile: Tile) -> None:
-    """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the
+    """Compiles what `gemm` would launch into Triton's cache, with CPU tensors in place of the
     device's. Launches nothing."""
     x, w, y = (torch.empty(shape, dtype=dtype) for shape in ((16, k), (n, k), (16, n)))
     shape = {"N": n, "K": k, "BATCH": 1, "X_BATCH": 0, "GROUP": tile.group}
@@ -164,7 +164,7 @@ def compile_one(task: tuple[int, int, Tile]) -> str:
 
 
 def compile_all(tasks: list[tuple[int, int, Tile]]) -> None:
-    """Every variant that will be launched; forked workers, so nothing is imported twice."""
+    """Compiles every variant to be launched; forked workers, so nothing is imported twice."""
     begin = time.time()
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
         failed = [text for text in pool.map(compile_one, tasks) if text]
@@ -175,7 +175,7 @@ def compile_all(tasks: list[tuple[int, int, Tile]]) -> None:
 
 
 def spread(count: int, k: int) -> torch.Tensor:
-    """[count, k] bfloat16: every other row has exponents spread over many binades."""
+    """Returns [count, k] bfloat16: every other row has exponents spread over many binades."""
     x = torch.randn(count, k, device="cuda")
     for begin in range(0, count, 16384):
         part = x[begin : begin + 16384]
@@ -196,7 +196,7 @@ class Timer:
                 call(x, weights[i % len(weights)], y)
 
     def sample(self, replays: int) -> list[float]:
-        """Microseconds of a launch, for every replay."""
+        """Returns microseconds per launch, for every replay."""
         marks = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(replays)]
         for first, last in marks:
             first.record()
@@ -207,7 +207,7 @@ class Timer:
 
 
 def measure(calls: dict, x, weights, y, guess_us: float) -> dict[str, float]:
-    """Median microseconds of every call: three interleaved rounds."""
+    """Returns median microseconds of every call, over three interleaved rounds."""
     launches = max(1, min(len(weights) * (1 + int(150 / max(guess_us * len(weights), 1))), 64))
     replays = max(2, min(8, int(2500 / max(guess_us * launches, 1))))
     timers = {name: Timer(call, x, weights, y, launches) for name, call in calls.items()}
@@ -221,7 +221,7 @@ def measure(calls: dict, x, weights, y, guess_us: float) -> dict[str, float]:
 
 
 def calls_of(blas, w, m: int, chosen) -> dict:
-    """What is compared and timed for one cell."""
+    """Returns the calls that are compared and timed for one cell."""
     if chosen is not None:
         return {"cublas": torch_gemm, "chosen": partial(multiply, chosen)}
     calls = {"cublas": torch_gemm} | blas.proposals(w, m)
@@ -229,7 +229,7 @@ def calls_of(blas, w, m: int, chosen) -> dict:
 
 
 def cell(calls: dict, x_all, weights, want, m: int) -> dict:
-    """One (N, K, M): classes, then times of those in the class and of cuBLAS."""
+    """Measures one (N, K, M): bit classes, then times of the calls in the class and of cuBLAS."""
     w = weights[0]
     (n, k), x = w.shape, x_all[:m]
     y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
@@ -254,7 +254,7 @@ def cell(calls: dict, x_all, weights, want, m: int) -> dict:
 
 
 def measure_shape(blas, n: int, k: int, grid, limit: float, is_chosen: bool) -> dict:
-    """All M of one weight."""
+    """Measures all M of one weight."""
     torch.manual_seed(n + k)
     copies = max(1, min(32, -(-4 * L2_BYTES // (n * k * 2))))
     w = spread(n, k)
@@ -277,21 +277,21 @@ def measure_shape(blas, n: int, k: int, grid, limit: float, is_chosen: bool) -> 
 
 
 def floors() -> dict:
-    """Copy bandwidth and the rate of a large GEMM."""
+    """Returns copy bandwidth and the rate of a large GEMM."""
     a = torch.randn(1 << 30, device="cuda")
     b = torch.empty_like(a)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    copies = Timer(lambda *_: torch.neg(a, out=b), x, [x], y, 1)  # a kernel: the engine is slower
+    copies = Timer(lambda *_: torch.neg(a, out=b), x, [x], y, 1)  # not the slower copy engine
     products = Timer(torch_gemm, x, [x], y, 1)
-    copies.sample(20)  # clocks
+    copies.sample(20)  # raises the clocks
     copy, product = statistics.median(copies.sample(20)), statistics.median(products.sample(20))
     copied, flops = 2 * a.numel() * 4, 2 * 8192**3
     return {"copy_gb_s": copied / copy / 1e3, "gemm_tflop_s": flops / product / 1e6}
 
 
 def machine() -> dict:
-    """What it was measured on."""
+    """Returns the versions and the card."""
     import triton
 
     asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
@@ -303,8 +303,8 @@ def machine() -> dict:
 
 
 def taken(cell: dict) -> tuple[str, float]:
-    """What the table takes: our tile, else torch's call, where no other in the class is faster by
-    CLOSE, else the fastest; and its time by cuBLAS's."""
+    """Returns the call that the table takes, and its time relative to cuBLAS's: our tile, else
+    torch's call, if no other in the class is faster by CLOSE, else the fastest."""
     usable = {name: us for name, us in cell["us"].items() if cell["differ"][name] == 0}
     if "chosen" in usable:
         return cell["chosen"], usable["chosen"] / cell["us"]["cublas"]
@@ -316,8 +316,8 @@ def taken(cell: dict) -> tuple[str, float]:
 
 
 def summary(result: dict) -> str:
-    """A row per shape: what is taken by cuBLAS's time, ᵒ our tile, ᶜ a proposal of cuBLASLt; then
-    the mean and the worst."""
+    """Returns a row per shape: the taken call's time relative to cuBLAS's, ᵒ our tile, ᶜ a proposal
+    of cuBLASLt; then the mean and the worst."""
     lines, ratios = [], {}
     for shape, found in result["shapes"].items():
         row = []

@@ -4,7 +4,7 @@
 Every candidate runs the engine's own kernels: decode with a program per split, folded by the last
 to arrive, and prefill folded as it goes. CUDA graphs, the L2 flushed before every run, medians,
 random data, outputs poisoned; all outputs of one candidate are compared bit for bit over its launch
-shapes, and with float64. Floors (copy bandwidth, GEMM rate) are measured in the same call.
+shapes, and with float64. Floors (copy bandwidth, GEMM rate) are measured in the same run.
 
 usage: python -m bench.gpu.order_sm90 [--out FOLDER] [--seconds LIMIT] [--heads 128,64]
 (run it on the GPU; writes FOLDER/order-sm90.json)
@@ -129,12 +129,12 @@ class Case:
         }
 
     def launcher(self, tile: int, splits: Splits, tuning: Tuning, parts: bool | None = None):
-        """One launch of all requests, in parts or not."""
+        """Returns one launch of all requests, in parts or whole."""
         cut = np.full(self.batch, tuning.parts if parts is None else parts)
         return self.launches(AttentionOrder(tile, splits), [(tuning, np.arange(self.batch), cut)])
 
     def shipped(self, order: AttentionOrder):
-        """What the backend would launch."""
+        """Returns the launches that the backend would choose."""
         return self.launches(order, launch.choose(self.spec, self.rows, True, False, order))
 
     def launches(self, order: AttentionOrder, chosen: list[launch.Choice]):
@@ -150,7 +150,7 @@ class Case:
         return lambda: [launch.launch(*one) for one in work]
 
     def want(self, rows: list[int]) -> torch.Tensor:
-        """Float64 outputs of some rows."""
+        """Returns float64 outputs of some rows."""
         outs = []
         for row in rows:
             request, p = row // self.new, self.length - self.new + row % self.new
@@ -190,7 +190,7 @@ WARM_SECONDS = 0.01
 
 
 def timed(call, reps: int) -> float:
-    """Median microseconds of a replayed graph, the L2 flushed before every run, clocks warm."""
+    """Returns median microseconds of a replayed graph: L2 flushed before every run, clocks warm."""
     global FLUSH
     if FLUSH is None:
         FLUSH = torch.empty(160 << 20, dtype=torch.uint8, device="cuda")
@@ -217,8 +217,8 @@ def timed(call, reps: int) -> float:
 
 
 def eager(call) -> float:
-    """Microseconds of one call outside a graph: a copy inside one would go to the copy engine,
-    which is slower than the processors."""
+    """Returns microseconds of one call outside a graph: a copy inside one would use the copy
+    engine, which is slower than the multiprocessors."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -292,7 +292,7 @@ def candidate(kind, case, tile, rule, splits, tunings, check, want) -> dict:
 
 
 def warm(shard: int, shards: int, heads: list[str]) -> None:
-    """Compiles this shard's share of all variants, by running them small."""
+    """Compiles this shard's share of all variants, by running them on small shapes."""
     kinds = (("decode", decode_tunings), ("prefill", prefill_tunings))
     work = [(kind, head, tile, tuning) for kind, tunings_of in kinds for head in heads
             for tile in TILES[head] for tuning in tunings_of(head, tile)]  # fmt: skip

@@ -1,10 +1,10 @@
-"""What runs between the GEMMs, on one GPU: norms, rotation, gate, experts, sampler and
+"""Everything between the GEMMs, on one GPU: norms, rotation, gate, experts, sampler and
 log-probabilities. Run it on the card.
 
 Times are medians of CUDA graphs of 20 launches on random data, with the caches as a step leaves
-them; beside each the time in which its bytes can be moved at 4,250 GB/s. Shapes: Qwen3-8B's rows
-and heads, Qwen3-30B-A3B's experts, a vocabulary of 151,936. No bits are looked at here:
-`tests/triton_gemm_cells.py --device cuda` does.
+them; beside each is the time to move its bytes at 4,250 GB/s. Shapes: Qwen3-8B's rows and heads,
+Qwen3-30B-A3B's experts, a vocabulary of 151,936. Bits are not checked here:
+`tests/triton_gemm_cells.py --device cuda` does that.
 
 usage: PYTHONPATH=. python bench/gpu/rows_h200.py [--out FOLDER]     (writes FOLDER/rows-h200.json)
 """
@@ -34,7 +34,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def row_calls(rows: int) -> dict:
-    """Name → (call, bytes that it must move)."""
+    """Returns name → (call, bytes that it must move)."""
     x, residual, weight = drawn(rows, HIDDEN), drawn(rows, HIDDEN), drawn(HIDDEN).float()
     qkv, up = drawn(rows, (Q_HEADS + 2 * KV_HEADS) * D), drawn(rows, 2 * INNER)
     cos, sin, weights = (drawn(n, d).float() for n, d in ((rows, 64), (rows, 64), (2, D)))
@@ -54,7 +54,7 @@ def row_calls(rows: int) -> dict:
 
 
 def expert_calls(rows: int) -> dict:
-    """The parts of a layer of experts."""
+    """Returns the calls of a layer of experts."""
     routing = Routing(PER_TOKEN, EXPERTS, norm=True)
     x, router = drawn(rows, MOE_HIDDEN), drawn(EXPERTS, MOE_HIDDEN).float()
     up, down = drawn(EXPERTS, 2 * MOE_INNER, MOE_HIDDEN), drawn(EXPERTS, MOE_HIDDEN, MOE_INNER)
@@ -81,7 +81,7 @@ def expert_calls(rows: int) -> dict:
 
 
 def sampler_calls(rows: int) -> dict:
-    """Tokens at temperature 0.6, with top-k and top-p, and log-probabilities."""
+    """Sampling at temperature 0.6, plain and with top-k and top-p, and log-probabilities."""
     logits = 2 * drawn(rows, VOCAB, dtype=torch.float32)
     plain = torch.tensor([[0.6, 1.0, -torch.inf]] * rows, dtype=torch.float64, device="cuda")
     cut = torch.tensor([[0.6, 0.95, -torch.inf]] * rows, dtype=torch.float64, device="cuda")

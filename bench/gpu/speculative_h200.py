@@ -1,16 +1,16 @@
 """Speculation on one GPU against plain decoding, in the same run. Run it on the card.
 
 The shape of Qwen3-8B with random weights, and an EAGLE-3 head of that shape (32,000 of its tokens),
-random too, which runs for its cost: its guesses are replaced by those of an oracle, the recorded
-plain continuation with errors by seed, so that a draft of depth 3 brings 3.0 tokens per verify.
-Everything else is the engine's own: graphs, waits, the depth that it chooses, the acceptance rule.
-The draft that always errs is the same with no guess right.
+also random, which runs for its cost: its guesses are replaced by those of an oracle, the recorded
+plain continuation with errors by seed, so that a draft of depth 3 yields 3.0 tokens per verify.
+Everything else is the engine's own: graphs, waits, its choice of depth, the acceptance rule. The
+draft that always errs is the same with no guess right.
 
-Requests have prompts of 512 random ids, temperature 0.6. Both engines decode them by turns; timed
-are the tokens from the first `skip` of every request on, while all of them run. The answers are
+Requests have prompts of 512 random ids, temperature 0.6. Both engines decode them alternately.
+Timed are the tokens after each request's first `skip`, while all requests run. The answers are
 compared, tokens and bits of log-probabilities. Beside each ratio: tokens per verify, the share of
 guesses accepted, launches that were replayed, and where the time goes: milliseconds of the device
-per replayed step of each kind (a chain is one with its extend), and of the host per step.
+per replayed step of each kind (a chain includes its extend), and of the host per round.
 
 usage: PYTHONPATH=. python bench/gpu/speculative_h200.py [--batches 1,64,256] [--out F]
 """
@@ -69,7 +69,7 @@ def requests_of(batch: int, new: int = NEW) -> list[tuple[str, list[int], Sampli
 
 
 def begun(engine: Engine, batch: int, skip: int) -> list[Generation]:
-    """All requests, with so many tokens each."""
+    """Adds all requests and steps until each has `skip` tokens."""
     jobs = [engine.add(ids, how, request_id=name) for name, ids, how in requests_of(batch)]
     while min(len(job.completions[0].token_ids) for job in jobs) < skip:
         engine.step()
@@ -82,7 +82,7 @@ def made(jobs: list[Generation]) -> int:
 
 
 def timed(engine: Engine, batch: int, skip: int, phases: Any = nullcontext) -> float:
-    """Milliseconds per token of the batch while all requests run."""
+    """Returns milliseconds per token of the batch while all requests run."""
     jobs = begun(engine, batch, skip)
     with phases():
         begin, had = time.perf_counter(), made(jobs)
@@ -96,7 +96,7 @@ def timed(engine: Engine, batch: int, skip: int, phases: Any = nullcontext) -> f
 
 
 def whole(engine: Engine, batch: int) -> dict[str, tuple[Any, ...]]:
-    """All answers to their ends."""
+    """Returns all answers, computed to their ends."""
     jobs = begun(engine, batch, 1)
     while engine.busy:
         engine.step()
@@ -105,8 +105,8 @@ def whole(engine: Engine, batch: int) -> dict[str, tuple[Any, ...]]:
 
 
 class Phases:
-    """The device's time in replayed steps of each kind, by events, and the host's in what a round
-    is made of. A context, which it returns when it is called."""
+    """The device's time in replayed steps of each kind, by events, and the host's in the parts of a
+    round. A context manager, which returns itself when called."""
 
     def __init__(self, engine: Engine) -> None:
         self.marks: list[tuple[str, Any, Any]] = []
@@ -176,7 +176,7 @@ class Phases:
 def measure(
     name: str, batch: int, plain: Engine, engine: Engine, want: Any, right: float, repeat: int
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """Measures one row of the table."""
     errs = right == 0.0
     draft = engine.speculation.draft
     answers = {n: each[0] for n, each in want.items()}
@@ -210,7 +210,7 @@ def measure(
 
 
 def at_depth(engine: Engine, batch: int, skip: int) -> dict[str, Any]:
-    """The same where every draft is as deep as can be."""
+    """Measures the same with every draft at full depth."""
     adaptive, engine.speculation.adaptive = engine.speculation.adaptive, False
     phases = Phases(engine)
     ms = timed(engine, batch, skip, phases)
@@ -219,7 +219,7 @@ def at_depth(engine: Engine, batch: int, skip: int) -> dict[str, Any]:
 
 
 def profiled(engine: Engine, batch: int) -> None:
-    """Where the host's time goes."""
+    """Prints where the host's time goes."""
     import cProfile
     import io
     import pstats

@@ -151,9 +151,9 @@ def save(tiny: Tiny, folder: Path, device: Device = CPU, **generation: Any) -> N
 
 
 class Letters(Tokenizer):
-    """Tokens of one to three bytes: letters, pairs of letters, and the bytes of é, € and 😀, so that
-    a character takes up to four tokens. As with many tokenizers, encoding adds EOS, which has no
-    text, before the text, and decoding drops a space at the beginning."""
+    """Tokens of one to three bytes: letters, pairs of letters, and the bytes of é, €, and 😀, so a
+    character takes up to 4 tokens. As with many tokenizers, encoding puts EOS, which has no text,
+    before the text, and decoding drops a space at the beginning."""
 
     TOKENS = (
         b"",

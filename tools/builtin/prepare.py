@@ -1,5 +1,4 @@
-"""Text and tokenizer of the built-in model: the running interpreter's standard library, as token
-arrays.
+"""Writes the built-in model's text and tokenizer: the interpreter's standard library as tokens.
 
 Reads the standard library, holds out whole files, trains the byte-level BPE on the rest and writes
 what `train.py` needs to one folder. Knows nothing of the model. The same interpreter version gives
@@ -33,10 +32,8 @@ BEGIN, END = (
 HELD_OUT_PERCENT = 3
 
 # Only ASCII classes, so that Python's `re` and every other engine split alike. A run of spaces
-# (indentation) and a newline are pieces of
-# their own: a prompt that ends after ":", after the newline or after the indentation is cut where
-# the training text was cut. Digits stand
-# alone.
+# (indentation) and a newline are pieces of their own: a prompt that ends after ":", after the
+# newline or after the indentation is cut where the training text was cut. Digits stand alone.
 PATTERN = r" ?[A-Za-z_]+| ?[0-9]| {2,}|\n+|[^\x00-\x7F]+| ?[!-/:-@\[-\^`{-~]+|[\x00-\x20\x7F]"
 
 SKIPPED_FOLDERS = (
@@ -62,27 +59,27 @@ class Source(NamedTuple):
 
 
 def skipped(path: str) -> bool:
-    """Whether a file is third-party, a data table, a fixture of broken code or particular to this
-    machine."""
+    """Returns whether a file is third-party, a data table, a fixture of broken code or specific to
+    this machine."""
     return path.startswith(SKIPPED_PREFIXES) or any(
         f"/{folder}/" in f"/{path}" for folder in SKIPPED_FOLDERS
     )
 
 
 def is_test(path: str) -> bool:
-    """Tests are half of the library and read differently: they are a stream of their own, mixed in
-    at a lower weight."""
+    """Returns whether a file is a test. Tests are half of the library and read differently: they
+    are a stream of their own, mixed in at a lower weight."""
     return not TEST_FOLDERS.isdisjoint(path.split("/")[:-1])
 
 
 def is_held_out(path: str) -> bool:
-    """A hash of the path, not a random draw: the split does not move when files come or go."""
+    """Hashes the path instead of drawing, so adding or removing files does not move the split."""
     return int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
 
 
 def sources(root: Path) -> Iterator[Source]:
-    """Every file of the library that is UTF-8, parses and is code rather than a table, in sorted
-    order."""
+    """Yields every file of the library that is UTF-8, parses and is code rather than a table, in
+    sorted order."""
     for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if skipped(path):
             continue
@@ -96,8 +93,8 @@ def sources(root: Path) -> Iterator[Source]:
 
 
 def fragments(source: Source) -> Iterator[str]:
-    """Functions, methods and classes of a file, unindented: what a prompt looks like that starts
-    with `def` or `class`."""
+    """Yields functions, methods and classes of a file, unindented: like prompts that start with
+    `def` or `class`."""
     lines = source.text.splitlines(keepends=True)
 
     def visit(body: list[ast.stmt]) -> Iterator[str]:
@@ -115,8 +112,8 @@ def fragments(source: Source) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: the 256 bytes are in the vocabulary, so that every text has an encoding and
-    no token stands for the unknown."""
+    """Trains a byte-level BPE. The 256 bytes are in the vocabulary, so every text has an encoding
+    and no token stands for the unknown."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -136,7 +133,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], begin: bool) -> tuple[np.ndarray, np.ndarray]:
-    """All texts as one array of ids, each closed by END, and the index at which each begins."""
+    """Returns all texts as one array of ids, each ended by END, and the index of each start."""
     head, tail = ([tokenizer.token_to_id(BEGIN)] if begin else []), [tokenizer.token_to_id(END)]
     rows = [head + row.ids + tail for row in tokenizer.encode_batch(texts)]
     ids = np.fromiter((token for row in rows for token in row), np.uint16)
@@ -145,8 +142,8 @@ def encode(tokenizer: Tokenizer, texts: list[str], begin: bool) -> tuple[np.ndar
 
 
 def tokenizer_config(context: int) -> dict[str, object]:
-    """A plain fast tokenizer: the class that reads tokenizer.json as it is, instead of rebuilding
-    it after another model's pattern."""
+    """Returns the config of a plain fast tokenizer: its class reads tokenizer.json as it is,
+    instead of rebuilding it after another model's pattern."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,

@@ -1,8 +1,7 @@
-"""What docs/builtin-model.md claims about the shipped folder: checks its limits, prints
-completions, draws the loss curve.
+"""Checks docs/builtin-model.md's claims about the shipped folder: limits, completions, loss curve.
 
-Reads the folder through transformers on the CPU, as anyone can who has it, and the training log.
-Exits with the first check that fails.
+Reads the folder through transformers on the CPU, as any user can, and the training log. Prints
+completions and draws the curve. Exits at the first check that fails.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ LABELS = {
 
 
 def keys_seen(config: Qwen3Config, cached: bool, length: int = 300) -> int:
-    """How many positions change the last logits of one sliding layer when their token changes: the
-    window, measured and not looked up."""
+    """Counts the positions whose token changes the last logits of one sliding layer: the window,
+    measured and not looked up."""
     settings = config.to_dict() | {
         "num_hidden_layers": 1,
         "layer_types": ["sliding_attention"],
@@ -67,8 +66,8 @@ def keys_seen(config: Qwen3Config, cached: bool, length: int = 300) -> int:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Every byte has a token, any text comes back, and Python's `re` cuts it as the tokenizer
-    does."""
+    """Checks that every byte has a token, any text round-trips, and Python's `re` splits it as the
+    tokenizer does."""
     vocabulary, split = tokenizer.get_vocab(), tokenizer.backend_tokenizer.pre_tokenizer
     assert set(pre_tokenizers.ByteLevel.alphabet()) <= set(vocabulary), "a byte has no token"
     rng = random.Random(0)
@@ -90,7 +89,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def check(folder: Path) -> None:
-    """The limits of the issue that asked for this model."""
+    """Checks the limits of the issue that requested this model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     parameters, size = (
         sum(p.numel() for p in model.parameters()),
@@ -109,8 +108,8 @@ def check(folder: Path) -> None:
 
 
 def complete(folder: Path, prompt: str, temperature: float, count: int = 1) -> list[str]:
-    """The prompt with what the model appends, `count` times in one batch; weights widened to
-    float32, seed 0, at most 160 new tokens."""
+    """Returns the prompt with the model's completion, `count` times in one batch; weights widened
+    to float32, seed 0, at most 160 new tokens."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -131,7 +130,7 @@ def complete(folder: Path, prompt: str, temperature: float, count: int = 1) -> l
 
 
 def parses(text: str) -> bool:
-    """Whether a finished completion is Python."""
+    """Returns whether a finished completion is Python."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError):

@@ -1,9 +1,8 @@
-"""Trains the built-in model on one GPU and writes the folder that the package ships, with a log of
-the losses.
+"""Trains the built-in model on one GPU; writes the folder that ships and a log of the losses.
 
-Reads what `prepare.py` wrote. The model is transformers' Qwen3ForCausalLM, so that the folder loads
+Reads what `prepare.py` wrote. The model is transformers' Qwen3ForCausalLM, so the folder loads
 there as well as here; the loop is plain PyTorch. Seeds are fixed and PyTorch's deterministic
-algorithms are on, so that a second run on the same hardware and versions gives the same weights.
+algorithms are on, so a second run on the same hardware and versions gives the same weights.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # read when cuBLAS starts; deterministic matrix products need it
+)  # read when cuBLAS starts; needed for deterministic matrix products
 
 import numpy as np
 import torch
@@ -37,8 +36,8 @@ IGNORED = -100  # cross_entropy's index for targets that do not count
 
 
 class Stream:
-    """Documents of one kind in an order that `shuffle` renews. Windows start anywhere, or where a
-    document does."""
+    """Documents of one kind, in an order that `shuffle` renews. Windows start anywhere, or at
+    document starts."""
 
     def __init__(self, folder: Path, name: str, at_starts: bool) -> None:
         ids, starts = np.load(folder / f"{name}.ids.npy"), np.load(folder / f"{name}.starts.npy")
@@ -46,14 +45,13 @@ class Stream:
         self.at_starts = at_starts
 
     def shuffle(self, rng: np.random.Generator) -> None:
-        """New neighbours for every document, so that what follows an END cannot be learned by
-        heart."""
+        """Gives every document new neighbours, so that what follows an END cannot be memorized."""
         texts = [self.texts[index] for index in rng.permutation(len(self.texts))]
         self.ids = np.concatenate(texts).astype(np.int64)
         self.starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
 
     def draw(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
-        """[rows, length] ids."""
+        """Returns ids [rows, length]."""
         last = len(self.ids) - length
         starts = (
             rng.choice(self.starts[self.starts <= last], rows)
@@ -88,8 +86,8 @@ def config(corpus: dict, layers: int) -> Qwen3Config:
 
 
 def add_dropout(model: nn.Module, rate: float) -> None:
-    """Dropout on what each block adds to the residual stream. The corpus is small, and Qwen3 itself
-    has none there."""
+    """Adds dropout to what each block adds to the residual stream. The corpus is small, and Qwen3
+    itself has none there."""
     for layer in model.model.layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.register_forward_hook(
@@ -98,8 +96,8 @@ def add_dropout(model: nn.Module, rate: float) -> None:
 
 
 def masks(length: int, device: torch.device) -> dict[str, Tensor | None]:
-    """What each kind of layer may see; None is plain causal, which has a faster kernel than any
-    explicit mask."""
+    """Returns what each kind of layer may see; None is plain causal, which has a faster kernel than
+    any explicit mask."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     return {
@@ -111,7 +109,7 @@ def masks(length: int, device: torch.device) -> dict[str, Tensor | None]:
 def loss_of(
     model: nn.Module, ids: Tensor, targets: Tensor, seen: dict[str, Tensor | None]
 ) -> Tensor:
-    """Summed negative log-likelihood in nats of the targets [B, T] that count, given ids [B, T]."""
+    """Returns the summed negative log-likelihood, in nats, of the targets [B, T] that count."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, attention_mask=seen, use_cache=False).logits
     return F.cross_entropy(
@@ -121,7 +119,7 @@ def loss_of(
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, ids: np.ndarray, length: int) -> float:
-    """Mean nats per token over consecutive windows, each starting with an empty context."""
+    """Returns mean nats per token over consecutive windows, each starting with an empty context."""
     was_training, device = model.training, model.device
     model.eval()
     rows = math.ceil((len(ids) - 1) / length)
@@ -149,7 +147,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def optimizer_for(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
-    """Weight decay on matrices only; a norm's scale has no reason to be small."""
+    """Applies weight decay to matrices only; a norm's scale has no reason to be small."""
     groups = [
         {
             "params": [p for p in model.parameters() if p.ndim >= 2],
@@ -210,9 +208,9 @@ def train(model: nn.Module, args: argparse.Namespace, length: int) -> list[dict[
 
 
 def write_folder(model: Qwen3ForCausalLM, args: argparse.Namespace) -> None:
-    """The model in bfloat16 with its tokenizer. Two settings are written under their older names
-    too, for readers that know only those; every field is stated, so that Lockstep can read the file
-    without transformers' defaults."""
+    """Writes the model in bfloat16 with its tokenizer. Two settings are also written under their
+    older names, for readers that know only those. Every field is stated, so that Lockstep can read
+    the file without transformers' defaults."""
     args.out.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
@@ -231,8 +229,8 @@ def write_folder(model: Qwen3ForCausalLM, args: argparse.Namespace) -> None:
 def final_losses(
     args: argparse.Namespace, corpus: dict, device: str
 ) -> dict[str, dict[str, float]]:
-    """Held-out losses of the folder as written, read back: what a user gets, rounded weights
-    included."""
+    """Returns held-out losses of the folder as written, read back: what a user gets, rounded
+    weights included."""
     model = Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(device)
     losses = {}
     for name in ("held_library", "held_tests"):
@@ -244,7 +242,7 @@ def final_losses(
 
 
 def arguments() -> argparse.Namespace:
-    """The defaults are the recipe of the shipped model."""
+    """Parses arguments. The defaults are the recipe of the shipped model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("build/builtin"))
     parser.add_argument("--out", type=Path, default=Path("lockstep/builtin"))
