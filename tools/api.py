@@ -127,7 +127,7 @@ def page(title: str, members: dict[str, tuple[str, ...]]) -> str:
             out += list(
                 klass(module, node)
                 if isinstance(node, ast.ClassDef)
-                else function(module, node, f"lockstep.{dotted(path)}", "##")  # type: ignore[arg-type]
+                else function(module, node, f"lockstep.{dotted(path)}", "##")  # type: ignore
             )
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
 
@@ -284,7 +284,7 @@ def prose(documented: str) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if a page is old"
     )

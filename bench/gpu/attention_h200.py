@@ -28,7 +28,7 @@ from lockstep.kernels.triton.launch import Tuning
 from lockstep.order import ORDER_NAMES, SM90, attention_order
 
 DECODE = ((1, 1024), (1, 4096), (1, 32768), (8, 8192), (64, 2048), (64, 8192), (256, 2048))
-# the last four: extends
+# the last four are extends
 PREFILL = ((16, 1024, 1024), (4, 4096, 4096), (1, 16384, 16384),
            (1, 16896, 512), (32, 4160, 64), (8, 4352, 256), (1, 33280, 512))  # fmt: skip
 LATENT = (

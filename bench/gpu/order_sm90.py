@@ -30,7 +30,7 @@ from lockstep.kernels.triton.launch import Tuning
 from lockstep.order import LOG2E, AttentionOrder, Splits, even
 from lockstep.types import INT32_MAX
 
-RULES = {  # named by counts and lengths
+RULES = {  # named by split counts and lengths
     "512": even(512),
     "1024": even(1024),
     "2048": even(2048),
@@ -268,7 +268,7 @@ def candidate(kind, case, tile, rule, splits, tunings, check, want) -> dict:
             case.out.fill_(float("nan"))
             call()
             torch.cuda.synchronize()
-        except Exception as error:  # a shape that does not fit the card is a result
+        except Exception as error:  # a shape that does not fit the card is recorded
             times[name] = f"{type(error).__name__}: {error}"[:80]
             continue
         if first is None:

@@ -40,7 +40,7 @@ from lockstep.types import Layout
 BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
-Given = list[list[Rows]]  # by group and layer
+Given = list[list[Rows]]  # q, k, v by group and layer
 Memory = dict[tuple[int, int, int], Tensor]  # storage bits, by (group, layer, 0 for K or 1 for V)
 
 
@@ -51,7 +51,7 @@ class Setting(RunOptions):
     page_size: int = 16
     pad: bool = False
     threads: int = 2
-    seed: int = 1  # of the page order
+    seed: int = 1  # of the shuffled page order
     inspect: bool = False  # compare memory before and after every step
 
 
@@ -267,7 +267,7 @@ class AttentionHarness(Judgement):
         views = layout_of(plan.bucket, specs, self.backend).views(self.guarded.image)
         for own, group in zip(map(vars, views), plan.groups, strict=True):
             given = {**vars(plan), **vars(group)}
-            names = own.keys() & given.keys() - {"start"}  # listless groups have their own
+            names = own.keys() & given.keys() - {"start"}  # differs in a group without lists
             equal = all(np.array_equal(own[name], given[name]) for name in names)
             self.check("plan", equal, "the image is that of another plan")
 
@@ -353,7 +353,7 @@ class AttentionHarness(Judgement):
             self.check("writes", right, f"{where} a row is not where or what it should be")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
-        """Maps the slots that a step may write to their tokens, by arithmetic on the tables."""
+        """Maps each slot that a step may write to its token, by arithmetic on the tables."""
         spec, out = self.specs[g], dict[int, int]()
         for act in computes:
             pages = self.tables[act.request].pages(g)
@@ -373,7 +373,7 @@ class AttentionHarness(Judgement):
         return out
 
     def differing_rows(self, want: "AttentionHarness", tokens: set[int] | None) -> list[str]:
-        """Describes rows of `tokens` whose bits differ from `want`'s. A NaN never equals itself."""
+        """Describes rows of `tokens` (None: all) whose bits differ; a NaN equals nothing."""
         found = []
         for g, seen in enumerate(self.seen):
             both = seen & want.seen[g]
@@ -398,7 +398,7 @@ def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) 
 
 @lru_cache(maxsize=64)
 def material(recipe: Recipe, feature: Feature) -> tuple[Script, Given, list[list[Answer]]]:
-    """Returns the script, q/k/v and float64 answers of a cell, which serve every backend."""
+    """Returns a cell's script, q/k/v and float64 answers, which all backends share."""
     script, device = recipes.write(recipe, feature), feature.device
     rows = oracle.values(feature.groups(16), len(script.parents), dtype=device.compute)
     rows = oracle.overflowed(rows, script.infinite)
@@ -442,7 +442,7 @@ class AttentionCell(Judgement):
         return harness
 
     def judge_values(self, main: AttentionHarness) -> None:
-        """Checks outputs against float64. A NaN means that an unwritten slot was read."""
+        """Compares outputs with float64, within tolerance; NaN: an unwritten slot was read."""
         errors = {"value": 0.0, "lse": 0.0}
         for g, layers in enumerate(self.answers):
             seen = main.seen[g]

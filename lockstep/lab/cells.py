@@ -45,7 +45,7 @@ MODELS_OF: dict[str, Callable[[Tiny], bool]] = {
     "encoder-decoder": lambda tiny: tiny is BART,  # the only model with sources
     "every model": lambda tiny: True,
     "one model": lambda tiny: tiny is LLAMA,  # the sampler sees logits and no model
-    "llama and qwen3": lambda tiny: tiny in (LLAMA, QWEN3),  # all keys kept, and some dropped
+    "llama and qwen3": lambda tiny: tiny in (LLAMA, QWEN3),  # keeps all keys, drops some
 }
 
 

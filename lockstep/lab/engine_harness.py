@@ -117,7 +117,7 @@ class EngineHarness(Judgement):
         self.options, self.device = options, options.device
         self.parts = replace(parts(tiny, backend, self.device), draft=drafts(tiny, self.device))
         self.oracle = Recompute(self.parts)
-        self.oracles = {self.device.dtype: self.oracle}  # by the dtype of the cache
+        self.oracles = {self.device.dtype: self.oracle}  # by the cache's dtype
         # the oracle's numbers, which the plain model judges at the end
         self.values = Values(checkpoint(tiny, self.device), self.device)
         self.watchers: list[Watcher] = []  # attached to every engine

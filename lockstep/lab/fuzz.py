@@ -44,7 +44,7 @@ Played = tuple[list[str], Counter[str]]  # faults, and counters of what happened
 
 @dataclass(frozen=True)
 class Trace:
-    """The engine's configuration, and which requests arrive and are aborted when."""
+    """The engine's configuration, and which requests arrive and abort when."""
 
     config: EngineConfig
     orders: tuple[Order, ...]  # by step; an order's seed is its number on the menu

@@ -17,7 +17,7 @@ from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints
 
-BAND = 64  # elements on either side
+BAND = 64  # elements on either side of a buffer
 CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # read as floats NaN, read as indices far out of range
 HELD = table("properties.toml")
 
@@ -62,7 +62,7 @@ class Judgement:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """One finding per property, an exception that was raised last."""
+        """One finding per property; that of a raised exception is last."""
         names = sorted(self.faults, key=lambda name: name == "raised")
         told = {name: "; ".join(self.faults[name][:3]) for name in names}
         return tuple(Finding(n, not self.faults[n], told[n] or self.held[n]) for n in names)
@@ -74,7 +74,7 @@ class Guarded:
     def __init__(self, device: Device = CPU) -> None:
         self.device = device.place
         self._kept: list[tuple[str, Tensor, Tensor]] = []  # fault, live bits, their copy
-        self.image: Ints = np.zeros(0, np.int32)  # of the last step
+        self.image: Ints = np.zeros(0, np.int32)  # the last step's, on the host
         self.images: dict[int, Tensor] = {}  # by length: one address each, as in an arena
 
     def storage(

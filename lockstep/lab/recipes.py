@@ -96,7 +96,7 @@ class Script:
         return Compute(r, tuple(self.committed[r][:n]), 0, n)
 
     def tree(self, r: int, parents: tuple[int, ...], new: int | None = None) -> Compute:
-        """Computes the last `new` nodes of a tree with these parents; the rest exist."""
+        """Computes the last `new` nodes of the tree `parents`; earlier steps did the others."""
         done, nodes = self.committed[r], self.trees.setdefault(r, [])
         for parent in parents[len(nodes) :]:
             above = nodes[parent] if parent >= 0 else [-1, *done][-1]
@@ -175,7 +175,7 @@ def _chunks(act: Act, size: int) -> Sequence[Act]:
 
 
 def plain(script: Script) -> Script:
-    """Returns the reference script: each leaf's path as a request, alone, whole, cold."""
+    """Returns the plain script, which all others must equal: every path alone, whole, cold."""
     out = replace(script, steps=[], lineage={}, encoder_uids={})
     for r, uid in enumerate(leaf_uids(script)):
         path = tuple(script.path(uid))

@@ -36,7 +36,7 @@ from lockstep.types import RuleError
 
 BLOCK = 16  # prompts computed together, each at three temperatures
 BLOCK_S = 1800.0  # a block that takes longer has hung
-NOISE, SEED = 0.15, 11  # of the draft model's weights
+NOISE, SEED = 0.15, 11  # noise on the draft model's weights, and its seed
 LEAST_SHARE = 0.05  # least share of drafted tokens that is accepted, and rejected
 GREEDY = SamplingParams(max_tokens=64, temperature=0, logprobs=True, ignore_eos=True)
 TABLE = table("speculative.toml")

@@ -162,7 +162,7 @@ def main() -> None:
         "--context", type=int, default=2048, help="longest sequence the model is trained on"
     )
     args = parser.parse_args()
-    warnings.simplefilter("ignore", SyntaxWarning)  # the library's own tests hold doubtful literals
+    warnings.simplefilter("ignore", SyntaxWarning)  # the library's tests have doubtful literals
     warnings.simplefilter("ignore", DeprecationWarning)
     args.out.mkdir(parents=True, exist_ok=True)
 

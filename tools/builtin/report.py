@@ -54,7 +54,7 @@ def keys_seen(config: Qwen3Config, cached: bool, length: int = 300) -> int:
     model = Qwen3ForCausalLM(Qwen3Config.from_dict(settings)).eval()
     changed = torch.randint(2, config.vocab_size, (length,)).repeat(length + 1, 1)
     changed[torch.arange(length), torch.arange(length)] ^= (
-        1  # row i differs at position i, the last row nowhere
+        1  # row i differs at position i, the last row at none
     )
     with torch.no_grad():
         if cached:
@@ -139,7 +139,7 @@ def parses(text: str) -> bool:
 
 
 def polyline(curve: list[dict[str, float]], name: str, scale: tuple[float, float]) -> str:
-    """One loss over the steps; the plot's origin is (60, 300), upwards is a larger loss."""
+    """Returns one loss over the steps as SVG; the plot's origin is (60, 300), upwards is larger."""
     points = " ".join(
         f"{60 + point['step'] * scale[0]:.1f},{300 - point[name] * scale[1]:.1f}" for point in curve
     )
@@ -147,7 +147,7 @@ def polyline(curve: list[dict[str, float]], name: str, scale: tuple[float, float
 
 
 def draw(log: dict, path: Path) -> None:
-    """The curve as plain SVG text: no plotting library is needed to look at it or to redraw it."""
+    """Writes the curve as plain SVG text: no plotting library is needed to view or redraw it."""
     curve, top = log["curve"], 6
     steps = curve[-1]["step"]
     scale = (560 / steps, 270 / top)

@@ -30,7 +30,7 @@ OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
 TABLE = table("mutate.toml", "lockstep.lab.mutate")
 HANG_S = 20.0  # a unit hangs if it takes this much longer than HANG_FACTOR times its time
 HANG_FACTOR = 10.0
-UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
+UNKNOWN_S = 600.0  # the limit of a unit with unknown time
 START_S = 120.0  # limit from the fork to the first unit, and between two
 HUNG = 1  # exit code of a process that faulthandler ended
 
@@ -74,8 +74,8 @@ class Job:
     units: Sequence[str]
     changes: Mapping[str, str] = field(default_factory=dict)  # file → text
     seconds: Mapping[str, float] = field(default_factory=dict)  # a unit's time without a mutant
-    stop: bool = True  # at the first failure
-    measure: bool = False  # coverage
+    stop: bool = True  # stop at the first failure
+    measure: bool = False  # run under coverage
     limit_s: float | None = None  # of the whole job
     hang_s: float = HANG_S
 
@@ -175,7 +175,7 @@ def heard(tree: Path, late: bool, code: int) -> Heard:
     elif code == HUNG:
         out.end = "hangs: it did not end in time"
     elif code:
-        out.end = f"the process was ended (code {code})"  # below 0: by that signal
+        out.end = f"the process was ended (code {code})"  # a negative code is a signal
     for unit in [name for name, told in out.units.items() if told["outcome"] == "running"]:
         told = out.units.pop(unit)
         if not late:
