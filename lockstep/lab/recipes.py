@@ -268,7 +268,7 @@ RECIPES = tuple(recipe(name, **entry) for name, entry in table("recipes.toml").i
 
 def write(recipe: Recipe, feature: Feature) -> Script:
     """Returns the recipe's script for a feature. With an encoder, each request is encoded first, at
-    varied (often odd) lengths where the recipe gives none; a fork shares its parent's source."""
+    varied lengths where the recipe gives none; a fork shares its parent's source."""
     specs, device = feature.groups(16), device_class(feature.device.ops.machine)
     splits = [attention_order(device, spec.d_qk, spec.d_v).splits for spec in specs]
     script = Script(split=max(each.begin(1) for each in splits))
