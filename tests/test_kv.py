@@ -50,6 +50,17 @@ def test_a_reservation_that_fails_in_one_group_takes_nothing_from_any():
     assert [p.free for p in pools] == [63, 2]
 
 
+def test_a_table_needs_what_a_reservation_takes_and_none_for_an_encoder_that_was_not_named():
+    cross = replace(FULL, layout=Layout.CROSS, causal=False)
+    pools = [PagePool(64) for _ in range(3)]
+    table = PageTable(CacheGroups((FULL, WINDOW, cross), pools))
+    for kv_len, nodes in ((1, 0), (9, 0), (12, 5), (20, 6)):
+        before, needs = [p.free for p in pools], table.needs(kv_len, nodes)
+        table.reserve(kv_len, nodes)
+        assert needs == [was - pool.free for was, pool in zip(before, pools, strict=True)]
+        assert needs[2] == 0
+
+
 class Requests(RuleBasedStateMachine):
     """Tables against a plain model: which token each request should find at each position of each
     group."""

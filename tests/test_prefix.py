@@ -520,6 +520,20 @@ def test_a_drafts_last_key_depends_on_the_next_token():
     w.verify()
 
 
+def test_a_drafts_block_waits_for_the_token_behind_it():
+    """Without that token in its key nobody would find it, nor what comes below it."""
+    w = World((FULL,), (20,))
+    root = Root(draft=True)
+    r = w.open(ids(8), root)
+    r.table.reserve(12)
+    r.at = w.tree.insert(r.at, r.ids, r.table, 8)
+    assert r.at.end == 4, "token 8 is not known yet"
+    r.ids += [1, 2, 3, 4, 5]
+    r.at = w.tree.insert(r.at, r.ids, r.table, 12)
+    assert r.at.end == 12
+    assert w.open(r.ids, root).cached == 12
+
+
 def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
     w = World((FULL, window(6, 2)), (20, 40))
     w.close(w.run(ids(30)))
