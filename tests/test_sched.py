@@ -587,6 +587,34 @@ def test_decoding_goes_first_and_prompts_fill_the_rest():
         w.judge(request)
 
 
+def test_a_prompt_goes_on_beside_one_whose_completions_find_no_room_in_the_step():
+    w = world(DENSE, 60, size=4)
+    decodes = w.scheduler.add(RequestSpec((1,), 3, tenant=LONG))
+    w.finish(w.start())
+    four, long = (
+        w.scheduler.add(RequestSpec((1, 2, 3), 2, n=4)),
+        w.scheduler.add(RequestSpec((2,) * 6, 2)),
+    )
+    for rows in ([(decodes, 1), (four, 2), (long, 1)], [(decodes, 1), (long, 3)], [(four, 1)]):
+        step = w.start()
+        assert [(p.request, p.new_len) for p in pieces(step)][: len(rows)] == rows
+        w.finish(step)
+    w.run()
+    for request in (decodes, four, long):
+        w.judge(request)
+
+
+def test_prompts_of_which_one_row_is_missing_begin_in_one_step():
+    w = world(DENSE, 60)
+    requests = [w.scheduler.add(RequestSpec((i,), 4)) for i in (1, 2, 3)]
+    step = w.start()
+    assert [(p.request, p.new_len) for p in pieces(step)] == [(r, 1) for r in requests]
+    w.finish(step)
+    w.run()
+    for request in requests:
+        w.judge(request)
+
+
 def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w = world(CROSSED, 60, size=12)
     asked = [
