@@ -309,6 +309,17 @@ def test_a_stream_that_is_left_takes_its_request_with_it_and_no_other(how):
     assert interrupt.books(model.engine) == []
 
 
+def test_a_stream_that_is_left_computes_no_row_more_when_another_goes_on():
+    model = llm()
+    other, left = model.stream(OTHER, PARAMS), model.stream(PROMPT, PARAMS)
+    chunks = [next(other)]
+    next(left)
+    left.close()
+    chunks.append(next(other))
+    assert len(model.engine.generations) == len(model.engine.scheduler.running) == 1
+    assert joined([*chunks, *other]) == whole(alone(OTHER))
+
+
 def test_a_stream_that_is_never_read_asks_for_nothing():
     model = llm()
     stream = model.stream(PROMPT, PARAMS)
