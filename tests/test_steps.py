@@ -180,6 +180,20 @@ def test_an_abort_between_launch_and_settling_takes_nothing_from_others(at):
     assert interrupt.books(made) == []
 
 
+def test_a_step_touches_nobody_who_had_ended_before_it():
+    """Their rows were launched before the end was known."""
+    made = engine(overlap=True, max_total_tokens=512)
+    stops, gone = made.add(OTHER, STOPPED), made.add(PROMPT[:7], replace(PARAMS, max_tokens=30))
+    goes, touched = made.add(PROMPT[:9], replace(PARAMS, max_tokens=40, ignore_eos=True)), []
+    while made.busy:
+        done = [job for job in (stops, gone, goes) if job.done]
+        touched.append(made.step())
+        assert not {*touched[-1]} & {*done}
+        if len(touched) == 3:
+            made.abort(gone)
+    assert any(stops in each for each in touched) and stops.output("").finish_reason == "stop"
+
+
 @pytest.mark.parametrize("options", [{}, {"speculative_algorithm": "ngram"}])
 def test_a_request_that_has_ended_waits_for_no_garbage_collector(options):
     made = engine(**options)
@@ -331,6 +345,27 @@ def test_text_that_nobody_reads_is_made_while_a_device_computes_or_not_at_all(ov
     (completion,) = job.completions
     assert bool(completion.pieces) == overlap
     assert interrupt.bits(job.output("")) == lone(PARAMS)[1] and completion.pieces
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_text_that_an_interrupt_left_half_made_is_made_again(before):
+    def struck():
+        yield from OTHER[:2]
+        raise KeyboardInterrupt
+
+    tokenizer, found = engine().tokenizer, []
+    held_back = tokenizer.decode(OTHER[:2]) + "."  # a stop string that may still come
+    params = replace(PARAMS, stop=(held_back,))
+    for interrupted in (False, True):
+        completion = CompletionState(params, PROMPT, (tokenizer, ()))
+        completion.accept(tuple(PROMPT[:before]))
+        completion.token_ids, completion.pieces = PROMPT[:before], completion.ahead
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                completion.accept(struck())
+        completion.accept(tuple(OTHER))
+        found.append(completion.ahead)
+    assert found[0] == found[1] and "".join(found[0])
 
 
 def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
