@@ -21,9 +21,17 @@ from lockstep.llm.engine import Engine
 from lockstep.models import loader
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import build
-from lockstep.plan.step import Bucket
+from lockstep.plan.step import Bucket, Real
 from lockstep.run.graph import captures
-from lockstep.run.runner import SETTING, Runner, null_work, read_settings, resolved, write_settings
+from lockstep.run.runner import (
+    SETTING,
+    Runner,
+    StepOutput,
+    null_work,
+    read_settings,
+    resolved,
+    write_settings,
+)
 from lockstep.run.step import Arena
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Settings
@@ -87,6 +95,38 @@ def test_a_launch_that_samples_gives_the_same_answers(
         assert [line.split(":")[1].split()[0] for line in told] == ["8", "4", "2", "1"]
     assert answers(engine) == want
     assert sum(tape.replays for tape in engine.runner.tapes.values()) >= 5 * graphs
+
+
+def test_what_a_step_brings_is_copied_to_the_host_and_a_chunk_brings_no_token(
+    parts: engines.Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    engine = Engine(EngineConfig(max_total_tokens=400, chunked_prefill_size=8), parts, overlap=True)
+    engine.add(tiny.words(12, 1), SamplingParams(max_tokens=3, logprobs=2))
+    engine.step()
+    assert engine._launched[0].fetched().chosen is None
+    engine.step()
+    (launched,) = engine._launched
+    there, here = launched.chosen, launched.fetched().chosen
+    assert there is not None and there.logprobs and here is not None and here.logprobs
+    for a, b in (
+        (there.token_ids, here.token_ids),
+        (there.states, here.states),
+        *zip(there.logprobs, here.logprobs, strict=True),
+    ):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+def test_no_row_of_a_pad_is_left_whatever_the_width_of_a_state() -> None:
+    """Three rows are emitted, and padded to four, of three columns each."""
+    states = torch.arange(12.0).reshape(4, 3)
+    out = StepOutput(states, states, logits=states, behind=states)
+    one = StepOutput(states[:3], states).only(Real(requests=1, tokens=3, emits=3))
+    assert len(one.emitted) == 3
+    every = out.only(Real(requests=1, tokens=2, emits=3))
+    assert [len(x) for x in (every.rows, every.emitted, every.logits, every.behind)] == [2, 3, 3, 3]
+    assert out.only(Real(requests=1, tokens=4, emits=4)) is out
 
 
 def test_ids_below_zero_are_samples_of_the_step_before() -> None:
