@@ -35,7 +35,7 @@ from lockstep.plan.build import RequestWork, build
 from lockstep.run import runner as runner_module
 from lockstep.run import tape as tape_module
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
-from lockstep.run.runner import Runner, Share, StepDriver
+from lockstep.run.runner import Runner, Share, StepDriver, without_moves
 from lockstep.run.step import layout_of, lower
 from lockstep.run.tape import Call as RecordedCall
 from lockstep.run.tape import Tape
@@ -522,6 +522,25 @@ def test_lowering_touches_no_cache_and_the_launch_moves_the_keys():
     assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
+def test_a_launch_that_may_run_twice_finds_its_keys_moved_and_moves_none():
+    caches, pools = [PagePool(8), PagePool(8)], [kv_pool.Pool(DENSE, 8, Ops()) for _ in range(2)]
+    specs = (DENSE, DENSE)
+    table = PageTable(CacheGroups(specs, caches))
+    table.reserve(6)
+    fork = table.fork(6)  # half a page of each group is to be moved
+    for pool in pools:
+        for layer in pool.storages:
+            for storage in layer:
+                storage.copy_(torch.randn(storage.shape))
+    plan = build(specs, [RequestWork(6, 1, (fork.pages(0), fork.pages(1)))])
+    assert plan.bucket.moves == (2, 2)
+    done = without_moves(plan, pools, torch.device("cpu"))
+    assert done.bucket.moves == (0, 0) and not any(len(group.moves) for group in done.groups)
+    for pool, group in zip(pools, plan.groups, strict=True):
+        begins, ends = torch.tensor(group.moves).T
+        assert torch.equal(pool.keys(0).k[begins], pool.keys(0).k[ends])
+
+
 def test_rows_requests_and_emits_are_rounded_on_a_grid_each():
     pages = PagePool(64)
     tables = [PageTable(CacheGroups((DENSE,), (pages,))) for _ in range(3)]
@@ -553,6 +572,14 @@ def test_options_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(RuleError, match=r".") as error:
         EngineConfig(**{"max_running_requests": 64, **options})
     assert str(error.value).startswith(message)
+
+
+def test_a_column_that_is_copied_into_many_is_left_to_torch():
+    column, out = torch.ones(2, 1), torch.zeros(2, 3)
+    tape = Tape()
+    tape.record(lambda: out.copy_(column))
+    column += torch.tensor([[1.0], [2.0]])
+    assert tape.replay().tolist() == [[2.0] * 3, [3.0] * 3]
 
 
 def test_what_torch_refuses_to_join_or_what_is_empty_is_left_to_torch():
