@@ -120,6 +120,25 @@ def test_chains_are_as_long_for_who_is_near_the_contexts_end(how, steps, page_si
     assert counts.drafted and engine.runner.replays[VERIFY] > 0
 
 
+def test_a_lone_request_may_have_a_lone_guess(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    single = {**CHAIN, "speculative_num_steps": 1, "speculative_num_draft_tokens": None}
+    engine = recorded(QWEN3, True, monkeypatch, **single)
+    (got, counts), (want, _) = answers(engine, ASKED[:1]), answers(made(QWEN3), ASKED[:1])
+    assert [each[:2] for each in got] == [each[:2] for each in want]
+    assert counts.drafted and engine.runner.replays[VERIFY] > 0
+
+
+@pytest.mark.parametrize("how", [{}, NGRAM, CHAIN, TREE], ids=["plain", "ngram", "chain", "tree"])
+def test_captured_launches_have_the_widths_of_one_row_and_of_drafts(how):
+    engine = made(QWEN3, **how)
+    widths = engine.speculation.shape.widths if how else (1,)
+    pages = CONTEXT // 4
+    assert engine._buckets(True, 600) == Buckets.for_decoding(8, pages, 600, widths)
+    assert engine._buckets(False, 600) is None
+
+
 @pytest.mark.parametrize("how", [NGRAM, CHAIN], ids=["ngram", "chain"])
 def test_buckets_that_a_config_names_have_no_recorded_widths_of_drafts(how, monkeypatch):
     engine = made(QWEN3, graphs=True, bucket_sizes=[512], **how)
