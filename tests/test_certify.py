@@ -194,6 +194,27 @@ def test_a_backend_that_is_wrong_in_half_full_tiles_only_is_not_certified():
         certificates.certify(loaded.model, ShortChunks(), loaded.info)
 
 
+class LongAmongOthers(Misaligned):
+    """The CPU backend, wrong in the last bits where a whole request that crosses a split, at 512
+    keys, has company."""
+
+    def lower(self, plan: Any, group: Any, views: Any) -> Any:
+        lens = plan.new_lens[: plan.real.requests].tolist()
+        self.mixed = max(lens) > 512 and len(lens) > 1
+        return self.sound.lower(plan, group, views)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [(tiny.LLAMA, "embeddings of 4 lengths"), (tiny.BART, "sources of 4 lengths")],
+    ids=["llama", "bart"],
+)
+def test_a_backend_that_is_wrong_in_long_sources_among_others_is_not_certified(model, what):
+    loaded, config = stretched(model), EngineConfig(chunked_prefill_size=64)
+    with pytest.raises(NotCertified, match=what):
+        certificates.certify(loaded.model, LongAmongOthers(), loaded.info, config)
+
+
 def test_a_backend_that_promises_no_bits_has_nothing_to_prove():
     loaded = stretched(tiny.LLAMA)
     assert certificates.certify(loaded.model, select.load("reference"), loaded.info) == "none"
