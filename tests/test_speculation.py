@@ -286,6 +286,25 @@ def test_every_token_of_the_context_may_be_guessed_and_none_behind_it():
     assert len(jobs[1].completions[0].token_ids) == CONTEXT - 18
 
 
+@pytest.mark.parametrize("how", [NGRAM, CHAIN, TREE], ids=["ngram", "chain", "tree"])
+def test_who_has_one_token_left_is_not_asked_and_holds_up_nobody_elses_guesses(how):
+    engine, asked = made(LLAMA, **how), []
+    jobs = [engine.add((4, 5) * 9, replace(PLAIN, max_tokens=most)) for most in (2, 9)]
+    propose = engine.speculation.draft.propose
+
+    def watched(asks: Any) -> Any:
+        asked.append([(ask.request, ask.steps > 0) for ask in asks])
+        return propose(asks)
+
+    engine.speculation.draft.propose = watched
+    engine.step()
+    assert [job.request.left for job in jobs] == [1, 8]
+    engine.step()
+    assert asked == [[(jobs[1].request, True)]]
+    run(engine)
+    assert jobs[0].output("").speculated == Speculated()
+
+
 @pytest.mark.parametrize("how", [NGRAM, TREE], ids=["ngram", "tree"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_is_aborted_with_nodes_gives_every_page_back(how, overlap):

@@ -236,6 +236,23 @@ def test_a_shallow_draft_has_room_for_rows_that_make_all_as_many(how, tokens, mo
     assert [each[:2] for each in got] == [each[:2] for each in want] and counts.drafted
 
 
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+def test_whatever_a_draft_extends_is_as_wide_as_launches_that_are_captured(how, monkeypatch):
+    """With a penalty a chain is guessed step by step, and begins as a tree does."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    engine, widths = recorded(QWEN3, False, monkeypatch, **how), set[int]()
+    extend = engine.speculation.draft._extend
+
+    def watched(ends: Any, width: int = 0, *more: Any, **kind: Any) -> Any:
+        widths.add(width)  # 0 where a draft only catches up
+        return extend(ends, width, *more, **kind)
+
+    engine.speculation.draft._extend = watched
+    answers(engine, (PENALISED, ASKED[0]))
+    assert max(widths) > 0 and widths <= {0, *engine.runner.widths}
+
+
 def test_what_pads_a_chain_is_no_guess(monkeypatch):
     """They used to count: where one request in twenty had a guess, hardly any seemed right."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
