@@ -1,7 +1,7 @@
-"""Which device: its table of operations, by name, and why. Decided once, when a model is loaded.
+"""Selects the device, i.e. its table of operations, with a reason. Runs once per loaded model.
 
 A device is a folder here with `Ops` in its ops.py, or an entry point of the group
-`lockstep.devices` in somebody else's package. Knows names and dtypes, no model.
+`lockstep.devices` in another package. This module knows names and dtypes, no model.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from lockstep.ops import Ops, marked
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, RuleError
 
-KNOWN = 9  # compute capability of the GPUs that there is an order for: sm_90
+KNOWN = 9  # major compute capability of the supported GPUs, which have an order of their own: sm_90
 OWN = sorted(path.parent.name for path in Path(__file__).parent.glob("*/ops.py"))
 DEVICES = Plugins(
     kind="device",
@@ -24,8 +24,8 @@ DEVICES = Plugins(
 
 
 def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
-    """The table of the device called `name`, with activations of `dtype`; "auto" is a GPU if there
-    is one that we know, and the device's own dtype. Its calls can be recorded."""
+    """Returns the operations of device `name` with activations of `dtype`, marked for recording.
+    Name "auto": a supported GPU if there is one, else the CPU. Dtype "auto": the device's own."""
     if name == "auto":
         name, found = find()
         ops, choice = select(name, dtype)
@@ -40,7 +40,7 @@ def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
 
 
 def find() -> Choice:
-    """The device of a machine, and why."""
+    """Returns the device to use on this machine, with the reason."""
     if not torch.cuda.is_available():
         return Choice("cpu", "no GPU is visible")
     (major, minor), card = torch.cuda.get_device_capability(), torch.cuda.get_device_name()

@@ -1,10 +1,10 @@
-"""Paged attention on the CPU, in units: the rows of a block times the query heads of one kv head,
-in the canonical order.
+"""Paged attention on the CPU, in the canonical order. A unit of work is the rows of one block times
+the query heads of one kv head; here "row" is a (token, query head) pair of a unit.
 
-Plain texts, compiled by `build` and linked by name, so that the lab can put another text in a
-name's place. Windows, causality, chunks and speculation are numbers here. A row's bits depend on
-its own keys only: which rows share a unit decides which tiles are visited and staged, and a tile
-that a row does not see leaves its state as it was. Called by the CPU backend.
+Plain Python functions, compiled by `build` and linked by name, so that the lab can replace one by
+name. Windows, causality, chunks and speculation reach the kernel as numbers. A row's bits depend on
+its own keys only: the rows of a unit decide together which tiles are visited and staged, but a tile
+that a row does not see leaves that row's state unchanged. Called by the CPU backend.
 """
 
 from collections import namedtuple
@@ -28,58 +28,58 @@ types = lanes.types
 INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
 TO_LN = np.float32(LN2)
 NOWHERE = np.int64(2**62)  # above every position
-# The entries of a call, as the backend's `prepared` lays them down, before those of a Scratch:
-# addresses, then sizes; strides of slots and heads are in bytes.
+# The entries of a call as the backend's `prepared` writes them, followed in the record by those of
+# a Scratch. Addresses come first, then sizes; strides of slots and heads are in bytes.
 KernelArgs = namedtuple(
     "KernelArgs",
     "q k v out lse page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks "
     "block_count kv_heads page_size tile split code layer heads group d_qk d_v k_slot k_head "
     "v_slot v_head memory memory_bytes",
 )
-LAYER, MEMORY = map(KernelArgs._fields.index, ("layer", "memory"))  # where these stand
-PRE, C, V_SCALE, SINKS = range(4)  # of a layer's constants: the backend's `constants`
-Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
+LAYER, MEMORY = map(KernelArgs._fields.index, ("layer", "memory"))  # their indices
+PRE, C, V_SCALE, SINKS = range(4)  # indices into a layer's constants (the backend's `constants`)
+Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end) and one kv head
 
 
 class Scratch(NamedTuple):
-    """A worker's memory: addresses of float areas, then pointers to an entry per row or key."""
+    """One worker's scratch memory: addresses of float32 areas, then arrays per row or key."""
 
     q: Any  # [rows][q_stride]
-    keys: Any  # [d_qk][tile], the tile's keys transposed
-    v: Any  # [tile][v_stride], the tile's values where they cannot be read in place
+    keys: Any  # [d_qk][tile], the tile's keys, transposed
+    v: Any  # [tile][v_stride], the tile's values if they cannot be read in place
     p: Any  # [rows][tile] scores, then probabilities
-    acc: Any  # [rows][v_stride] of the split
-    total: Any  # [rows][v_stride] folded
+    acc: Any  # [rows][v_stride] numerator of the current split
+    total: Any  # [rows][v_stride] numerator folded over the earlier splits
     zeros: Any  # a key row of zeros
     m: Any  # float32[rows] running maximum of the split, raw score units
     sum: Any  # float32[rows] running sum of the split
-    alpha: Any  # float32[rows] rescale of this tile
-    m2: Any  # float32[rows] folded maximum, log2 units
-    sum2: Any  # float32[rows] folded sum
+    alpha: Any  # float32[rows] this tile's rescale factor of acc and sum
+    m2: Any  # float32[rows] maximum folded over the earlier splits, log2 units
+    sum2: Any  # float32[rows] sum folded over the earlier splits
     first: Any  # int64[rows] the row sees keys [first, last) of this tile
     last: Any
-    k_at: Any  # int64[tile] byte address of every key's row
+    k_at: Any  # int64[tile] byte address of each key's row
     v_at: Any
     q_stride: Any  # bytes
     v_stride: Any  # bytes
     p_stride: Any  # bytes
 
 
-# ---- the small texts that the lab replaces ----
+# ---- small functions that the lab replaces ----
 
 
 def rescale(m: Any, m_new: Any, c: Any) -> Any:
-    """What the old state counts for under a new maximum: exactly 1 if it did not move."""
+    """Returns the factor of the old state under the new maximum: exactly 1 if it is unchanged."""
     return exp2(mul(sub(m, m_new), c))
 
 
 def split_begin(position: Any, split: Any) -> Any:
-    """The split that `position` belongs to, named by its first position."""
+    """Returns the first position of the split that contains `position`."""
     return position // split * split
 
 
 def load_range(first: Any, last: Any, tile: Any) -> Any:
-    """Keys of a tile that are touched for rows that see [first, last) together: no others."""
+    """Returns the keys of a tile to read for rows that together see [first, last): only these."""
     return first, last
 
 
@@ -87,8 +87,8 @@ def load_range(first: Any, last: Any, tile: Any) -> Any:
 
 
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
-    """Per row of tokens [begin, end), the keys [first, last) it sees of the tile at `position`, if
-    any; returns the range that they see together."""
+    """Writes per row of tokens [begin, end) which keys [first, last) of the tile at `position` it
+    sees, if any. Returns the smallest range that covers them all."""
     tile, group = job.tile, job.group
     hull_first, hull_last = tile, np.int64(0)
     for token in range(begin, end):
@@ -104,10 +104,10 @@ def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any
 
 
 def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: Any) -> None:
-    """Addresses of keys [first, last) = reach of a tile: a look-up per page or listed key."""
+    """Fills k_at and v_at for keys [first, last) = reach: one look-up per page or listed key."""
     k_base, v_base = job.k + unit.head * job.k_head, job.v + unit.head * job.v_head
     begin, end = position + reach[0], position + reach[1]
-    # a plain row names nothing, and its `start` says nothing about the other rows of the unit
+    # a plain row lists no keys, and its `start` does not apply to the other rows of the unit
     boundary = end
     if job.start[token] < job.hi[token]:
         boundary = min(max(np.int64(job.start[token]), begin), end)
@@ -130,7 +130,7 @@ def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: 
 
 
 def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
-    """Transpose the tile's keys into scratch, 16 at a time; those out of reach are zeros."""
+    """Transposes the tile's keys into scratch, 16 at a time; keys outside of reach become zeros."""
     stride = 4 * job.tile
     first, last = reach[0] // LANES * LANES, (reach[1] + LANES - 1) // LANES * LANES
     for key in range(first, reach[0]):
@@ -143,7 +143,7 @@ def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
 
 
 def stage_values(job: Any, scratch: Any, reach: Any) -> None:
-    """Copy the tile's value rows into scratch as float32 and point their addresses there."""
+    """Copies the tile's value rows into scratch as float32 and sets v_at to the copies."""
     for key in range(reach[0], reach[1]):
         source, target = scratch.v_at[key], scratch.v + key * scratch.v_stride
         loops.widened(job.code, source, job.d_v, target)
@@ -151,8 +151,8 @@ def stage_values(job: Any, scratch: Any, reach: Any) -> None:
 
 
 def online_softmax(job: Any, scratch: Any, row: Any) -> None:
-    """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow. One
-    that sees nothing of the tile gets zeros and keeps its state."""
+    """Turns a row's scores into probabilities in place and updates its m, sum and alpha. A row that
+    sees no key of the tile gets zeros and keeps its state."""
     at, tile = scratch.p + row * scratch.p_stride, job.tile
     first, last = scratch.first[row], scratch.last[row]
     whole, pre, c, m = last - first == tile, job.layer[PRE], job.layer[C], scratch.m[row]
@@ -166,7 +166,7 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
         store(at + 4 * key, x)
         top = maximum(top, x)
     m_new = maximum(m, lanes.fold_max(top))
-    base = ZERO if m_new == -INF else m_new  # of a row that has seen nothing yet
+    base = ZERO if m_new == -INF else m_new  # -inf: the row has seen no key of this split yet
     shift, total = -mul(base, c), splat(ZERO)
     for key in range(0, tile, LANES):
         p = exp2(fma(load(at + 4 * key), c, shift))
@@ -180,14 +180,14 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
 
 
 def width(left: Any) -> Any:
-    """Vectors of the widest micro-kernel that fits."""
+    """Returns the width, in vectors, of the widest micro-kernel that fits into `left` vectors."""
     if left >= 4 and VECTORS >= 4:
         return 4
     return 2 if left >= 2 and VECTORS >= 2 else 1
 
 
 def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
-    """Scores of up to 4 rows against the staged tile."""
+    """Writes the scores of up to 4 rows against the staged tile to scratch.p."""
     vector, vectors, stride = 0, job.tile // LANES, 4 * job.tile
     q, s = scratch.q + row * scratch.q_stride, scratch.p + row * scratch.p_stride
     while vector < vectors:
@@ -214,7 +214,7 @@ def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
 
 
 def finite(scratch: Any, reach: Any) -> Any:
-    """Whether the values of keys [first, last) = reach hold neither infinity nor NaN."""
+    """Returns whether the values of keys [first, last) = reach contain no infinity and no NaN."""
     total = splat(ZERO)
     for key in range(reach[0], reach[1]):
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
@@ -223,7 +223,7 @@ def finite(scratch: Any, reach: Any) -> Any:
 
 
 def group_span(scratch: Any, row: Any, rows: Any) -> Any:
-    """The keys that `rows` rows see together, and whether they all see just these."""
+    """Returns the range of keys that `rows` rows together see, and whether each sees all of it."""
     first, last, same = NOWHERE, np.int64(0), True
     for r in range(row, row + rows):
         alike = scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
@@ -234,7 +234,7 @@ def group_span(scratch: Any, row: Any, rows: Any) -> Any:
 
 
 def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> None:
-    """The tile at `position` for tokens [begin, end) of the unit."""
+    """Adds the tile at `position` to the state of the rows of tokens [begin, end) of the unit."""
     first, last = spans(job, scratch, unit, begin, end, position)
     if first >= last:
         return
@@ -259,8 +259,8 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         if first < last:
             if not same and not checked:
                 checked, clean = True, finite(scratch, reach)
-            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by
-            # row, to those that see it
+            # 0 * NaN is NaN: if rows see different keys and a value is not finite, each row is
+            # computed alone, over its own keys
             together = rows if same or clean else 1
             for r in range(row, row + rows, together):
                 first, last, same = group_span(scratch, r, together)
@@ -271,7 +271,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
 
 
 def reset(scratch: Any, rows: Any) -> None:
-    """Start a split: nothing seen."""
+    """Resets the state of every row for a new split."""
     for row in range(rows):
         scratch.m[row], scratch.sum[row] = -INF, ZERO
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
@@ -279,14 +279,14 @@ def reset(scratch: Any, rows: Any) -> None:
 
 
 def weights(m: Any, m_other: Any) -> Any:
-    """The maximum of two states (log2 units) and what each counts for under it."""
+    """Returns the maximum of two states (log2 units) and the factor of each under it."""
     top = maximum(m, m_other)
     base = ZERO if top == -INF else top
     return top, exp2(sub(m, base)), exp2(sub(m_other, base))
 
 
 def fold(job: Any, scratch: Any, rows: Any) -> None:
-    """Add the split just done to the total of every row."""
+    """Folds the finished split into the total of every row."""
     for row in range(rows):
         top, old, new = weights(scratch.m2[row], mul(scratch.m[row], job.layer[C]))
         scratch.m2[row] = top
@@ -297,7 +297,7 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
 
 
 def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
-    """Copy queries, empty totals; returns rows, lowest lo, highest hi, lowest listed position."""
+    """Copies queries, clears totals; returns rows, lowest lo, highest hi, first listed position."""
     rows = (unit.end - unit.begin) * job.group
     lo, hi, tail = NOWHERE, np.int64(0), NOWHERE
     for token in range(unit.begin, unit.end):
@@ -316,7 +316,7 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
 
 
 def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
-    """Fold the sink, divide and write one output row; returns log2 of the denominator."""
+    """Folds the sink, divides, and writes one output row. Returns log2 of the denominator."""
     top, old, new = weights(scratch.m2[row], job.layer[SINKS + head])
     total = fma(scratch.sum2[row], old, mul(ONE, new))
     seen = total != ZERO
@@ -332,7 +332,7 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
 
 
 def run_unit(job: Any, scratch: Any, unit: Any) -> None:
-    """All tiles that the unit sees, ascending, split by split; then its output."""
+    """Computes a unit: all tiles its rows see, ascending, split by split; then output and LSE."""
     rows, lo, hi, tail = begin_unit(job, scratch, unit)
     reset(scratch, rows)
     position = lo - lo % job.tile
@@ -358,7 +358,7 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
 # ---- a call ----
 
 INT32S, FLOAT32S, INT64S = map(types.CPointer, (types.int32, types.float32, types.int64))
-ARRAYS = {  # fields that are indexed; others are numbers
+ARRAYS = {  # types of the fields that are indexed; all others are int64
     **dict.fromkeys(KernelArgs._fields[5:13], INT32S),
     **dict.fromkeys(("lse", "layer", "m", "sum", "alpha", "m2", "sum2"), FLOAT32S),
     **dict.fromkeys(("first", "last", "k_at", "v_at"), INT64S),
@@ -366,7 +366,7 @@ ARRAYS = {  # fields that are indexed; others are numbers
 
 
 def fields(kind: Any, areas: Collection[str] = ()) -> Any:
-    """Build `f(entries, memory)`: the entries there as a named tuple, `areas` behind `memory`."""
+    """Builds `f(entries, memory)`: reads a `kind` at an address; `areas` are offsets of memory."""
     kinds = [ARRAYS.get(name, types.int64) for name in kind._fields]
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -387,12 +387,12 @@ def fields(kind: Any, areas: Collection[str] = ()) -> Any:
 
 
 unpack, carve = fields(KernelArgs), fields(Scratch, Scratch._fields[:-3])
-SCRATCH = ENTRIES + 8 * len(KernelArgs._fields)  # where its entries begin
+SCRATCH = ENTRIES + 8 * len(KernelArgs._fields)  # byte of a record where Scratch's entries begin
 
 
 @lru_cache(64)
 def layout(d_qk: int, d_v: int, tile: int, rows: int) -> tuple[int, ...]:
-    """The entries of a Scratch for so many rows, then the bytes of its memory, a multiple of 64."""
+    """Returns a Scratch's entries (areas as byte offsets), then its bytes, a multiple of 64."""
     q, v, row = (4 * LANES * -(-n // LANES) for n in (d_qk, d_v, rows))
     areas = (rows * q, 4 * d_qk * tile, tile * v, 4 * rows * tile, rows * v, rows * v, q)
     tables = (*[row] * 5, *[8 * rows] * 2, *[8 * tile] * 2)
@@ -401,8 +401,8 @@ def layout(d_qk: int, d_v: int, tile: int, rows: int) -> tuple[int, ...]:
 
 
 def work(at: Any, worker: Any) -> None:
-    """What a thread does in a call: units until none is left, last blocks first: under causality
-    they see the most keys."""
+    """Runs on each thread of a call: claims units until none is left. Last blocks go first: under
+    causality they see the most keys."""
     job = unpack(at + ENTRIES, 0)
     scratch = carve(at + SCRATCH, job.memory + worker * job.memory_bytes)
     for byte in range(0, scratch.q_stride, VECTOR_BYTES):
@@ -417,15 +417,15 @@ def work(at: Any, worker: Any) -> None:
 
 # ---- putting the kernel together ----
 
-# called per row or two: their arguments are many
+# called for every row or few rows, with many arguments
 INLINED = ("online_softmax", "score_rows", "add_values", "group_span")
 
 
 def build(**replaced: Callable[..., Any]) -> Any:
-    """The kernel, or one with some of its texts replaced by name, compiled afresh. A replacement
-    may use any other text or operation of the kernel by its name."""
+    """Compiles the kernel, with `replaced` functions put in by name (then nothing is cached). A
+    replacement may use any function or operation of the kernel by its name."""
     found = threads.linked({**vars(elementary), **globals()}, replaced, INLINED)
     return threads.c_function("attention", threads.relinked(work, found), cache=not replaced)
 
 
-compiled = cache(build)  # the kernel of this machine
+compiled = cache(build)  # the kernel, compiled once per process

@@ -1,9 +1,9 @@
-"""y = x Wᵀ + b in float32: every element is one fma chain over K, ascending, and then its bias.
+"""y = x Wᵀ + b in float32: every element is one fma chain over K, ascending, plus the bias at last.
 
-So a row of y depends on its own row of x and on nothing else. Weights are packed into panels, [K +
-1, PANEL] each, whose last row is the bias; a micro-kernel (loops.py) holds the chains of a few rows
-and one panel in registers. Weights that are bfloat16 numbers, as most checkpoints' are, stay so in
-memory: half as many bytes have to come. Called through the table, ops.py.
+So a row of y depends on its own row of x and on nothing else. Weights are packed into panels of [K
++ 1, PANEL], whose last row is the bias. A micro-kernel (loops.py) keeps the accumulators of a few
+rows times one panel in registers. Weights that bfloat16 represents exactly, as most checkpoints'
+are, stay bfloat16 in memory: half as many bytes to read. Called through the table in ops.py.
 """
 
 from dataclasses import dataclass
@@ -18,27 +18,27 @@ from lockstep.kernels.cpu.loops import PANEL, PANEL_ROWS, products
 from lockstep.kernels.cpu.routing import Routes
 from lockstep.kernels.cpu.threads import ENTRIES, SHARES, UNITS, empty, fetch, int64_at
 
-UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel, at most
-UNITS_PER_THREAD = 4  # so that threads end at about the same time
-WEIGHTS_PER_NS = 4  # of one thread, as they come from memory
+UNIT_ROWS = 96  # most rows of x that one unit of work multiplies by one panel
+UNITS_PER_THREAD = 4  # wanted, so that threads finish at about the same time
+WEIGHTS_PER_NS = 4  # that one thread reads from memory
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """Packed weights: [groups, panels, k + 1, PANEL], of which n columns are real."""
+    """Packed weights, [groups, panels, k + 1, PANEL]; n columns of a group are not padding."""
 
     numbers: Tensor
     n: int
 
     @cached_property
     def layout(self) -> tuple[int, int, int, int, int]:
-        """Groups, panels of each, k, bytes of a number, and the address of the first."""
+        """(groups, panels per group, k, bytes per number, address of the first number)."""
         groups, panels, depth, _ = self.numbers.shape
         return groups, panels, depth - 1, self.numbers.itemsize, self.numbers.data_ptr()
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Panels:
-    """bfloat16 if that loses nothing, else float32."""
+    """Packs weight [n, k] or [groups, n, k] and its bias: as bfloat16 if exact, else float32."""
     n, k = weight.shape[-2:]
     biases = [None] * weight.numel() if bias is None else bias.view(-1, n)
     groups = [_panels(w, b) for w, b in zip(weight.reshape(-1, n, k), biases)]
@@ -48,7 +48,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> Panels:
 
 
 def _panels(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[panels, k + 1, PANEL], zeros beyond n."""
+    """Packs one weight [n, k] into [panels, k + 1, PANEL], with zeros after column n."""
     n, k = weight.shape
     panels = -(-n // PANEL)
     padded = torch.zeros(panels * PANEL, k + 1)
@@ -61,7 +61,7 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, packed: Panels) -> Tensor:
-    """One weight for all rows."""
+    """Multiplies all rows by one weight."""
     strides = x.stride()
     if strides[-1] != 1 or (len(strides) == 3 and strides[1] != x.shape[2]):
         x = x.contiguous()
@@ -69,22 +69,22 @@ def linear(x: Tensor, packed: Panels) -> Tensor:
 
 
 def batched_linear(x: Tensor, packed: Panels) -> Tensor:
-    """A weight per head."""
+    """Multiplies x[:, head] by the weight of that head."""
     x = x if x.stride(2) == 1 else x.contiguous()
     strides = (4 * x.stride(1), 4 * packed.n, 0)
     return _run(x, packed, empty(*x.shape[:2], packed.n), x.shape[0], strides)
 
 
 def grouped_linear(x: Tensor, packed: Panels, routes: Routes) -> Tensor:
-    """A weight per expert: rows indptr[g] to indptr[g + 1] with weight g."""
+    """Multiplies rows [indptr[g], indptr[g + 1]) by the weight of expert g."""
     x = x if x.stride(1) == 1 else x.contiguous()
     bounds = (0, 0, routes.indptr.data_ptr())
     return _run(x, packed, empty(x.shape[0], packed.n), min(x.shape[0], 1), bounds)
 
 
 def _run(x: Tensor, packed: Panels, y: Tensor, rows: int, groups: tuple[int, int, int]) -> Tensor:
-    """y, filled. groups: bytes from one group's x to the next, the same of y, and where the rows of
-    each begin (0: all rows are in every group)."""
+    """Fills and returns y. `groups`: bytes from one group's x to the next, the same for y, and the
+    address of the groups' row bounds, int64 [groups + 1] (0: every group has all rows)."""
     x_group, y_group, bounds = groups
     strides = (4 * x.stride(0), 4 * y.stride(0), x_group, y_group)
     all_rows = x.shape[0] if bounds else 0
@@ -97,8 +97,8 @@ def _run(x: Tensor, packed: Panels, y: Tensor, rows: int, groups: tuple[int, int
 def prepared(
     layout: tuple[int, ...], n: int, strides: tuple[int, ...], rows: int, all_rows: int, _: Any
 ) -> threads.Call:
-    """A call without the addresses of x, y and bounds, which `all_rows` have that are in one group
-    each; it stands for one `threads.setting`."""
+    """Builds a call without the addresses of x, y and bounds; the last argument, `threads.setting`,
+    is only a cache key. `all_rows`: total rows if each is in one group (with bounds), else 0."""
     (count, panels, depth, item, address), (x_stride, y_stride, *group_strides) = layout, strides
     passes = -(-all_rows // PANEL_ROWS) if all_rows else -(-rows // PANEL_ROWS) * count
     cost_ns = panels * PANEL * depth * passes // WEIGHTS_PER_NS
@@ -111,7 +111,7 @@ def prepared(
 
 
 def unit_rows(rows: int, panels: int, team: int) -> int:
-    """Rows of a unit: fewer where panels alone would not keep all threads busy."""
+    """Returns the rows of a unit: fewer if the panels alone would not keep all threads busy."""
     few = min(-(-UNITS_PER_THREAD * team // panels), -(-rows // PANEL_ROWS)) if team > 1 else 1
     chunks = max(few, -(-rows // UNIT_ROWS), 1)
     return -(-max(rows, 1) // (chunks * PANEL_ROWS)) * PANEL_ROWS
@@ -119,7 +119,7 @@ def unit_rows(rows: int, panels: int, team: int) -> int:
 
 @threads.njit(**threads.OPTIONS)
 def unit(at: Any, nth: Any, worker: Any) -> None:
-    """One panel and some rows. The entries are `prepared`'s."""
+    """Multiplies `each` rows (with bounds: all of a group) by one panel. Entries: `prepared`."""
     record = int64_at(at + ENTRIES)
     x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, item = (
         record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7],
@@ -127,7 +127,7 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
     )  # fmt: skip
     x_group, y_group, bounds, each = record[11], record[12], record[13], record[14]
     shares, count = int64_at(at)[SHARES], int64_at(at)[UNITS]
-    whose = nth % shares  # a share is neighbours: of few panels
+    whose = nth % shares  # a share's units are neighbours, so they read few panels
     place = whose * (count // shares) + min(whose, count % shares) + nth // shares
     panel, row = place // chunks, place % chunks * each
     group, last = panel // panels, min(row + each, rows)
@@ -144,4 +144,4 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         row += some
 
 
-work = cache(partial(threads.kernel, "GEMM", unit))  # the compiled kernel of this machine
+work = cache(partial(threads.kernel, "GEMM", unit))  # the kernel, compiled once per process

@@ -1,5 +1,5 @@
-"""The CPU's table of operations, float32: what each one does says `lockstep/ops.py`; here is which
-kernel does it. Made by `kernels.select` when a model is loaded."""
+"""The CPU's table of operations, float32. `lockstep/ops.py` specifies each operation; this file
+names the kernel that computes it. Instantiated by `kernels.select` when a model is loaded."""
 
 import platform
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() 
 
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
-    """Divided by the scale, clamped to the format's range, rounded once."""
+    """Writes values / scale, clamped to the format's range and rounded once, to storage[slots]."""
     same = values.dtype is storage.dtype is torch.float32 and scale == 1.0
-    fits = values.shape == (len(slots), *storage.shape[1:])  # torch refuses what does not
+    fits = values.shape == (len(slots), *storage.shape[1:])  # torch rejects any other shape below
     if same and fits and slots.dtype is torch.int32 and values.stride(2) == 1:
         rows.write(values, storage, slots)
         return
@@ -32,7 +32,7 @@ def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> No
 
 
 def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
-    """Gather all, then scatter all."""
+    """Copies slots moves[:, 0] to moves[:, 1] in every storage; gathers all, then scatters."""
     if len(moves):
         source, target = moves.long().unbind(1)
         for storage in map(_bits, storages):
@@ -40,7 +40,7 @@ def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
 
 
 class Ops:
-    """The table; `lockstep.ops.Ops` is what it is."""
+    """The CPU's operations, as specified by `lockstep.ops.Ops`."""
 
     dtypes: tuple[str, ...] = ("float32",)
     device = torch.device("cpu")
