@@ -1,8 +1,8 @@
-"""What a model does to rows between its GEMMs, one row at a time: norms, angles, rotations, gates,
-softmax, pooling. What each does says `lockstep/ops.py`; called through the table, ops.py.
+"""Row operations between GEMMs, one row at a time: norms, rope angles, rotations, gates, softmax,
+pooling. `lockstep/ops.py` specifies each one; called through the table in ops.py.
 
-A row's sum is taken in float32 in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes
-fold 8+8, 4+4, 2+2, 1+1; columns past the last full 16 are added one by one. Angles and pooling are
+A row is summed in float32 in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes then
+fold 8+8, 4+4, 2+2, 1+1; columns after the last full 16 are added one by one. Angles and pooling are
 float64 inside and rounded once. Everything else is elementwise.
 """
 
@@ -23,34 +23,34 @@ from lockstep.kernels.cpu.threads import ENTRIES, empty, fetch, float32_at, int3
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
-UNIT = 1 << 14  # elements of a unit of work, at most
-# what is done to a row
+UNIT = 1 << 14  # most elements of a unit of work of several rows
+# what a call does to a row
 NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(12)
 SPREAD, COPY, WRITE, TAKE = range(12, 16)
-ELEMENT_NS = {ANGLES: 8, WRITE: 4, TAKE: 4}  # of one thread, else 1
-SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
+ELEMENT_NS = {ANGLES: 8, WRITE: 4, TAKE: 4}  # per element on one thread; 1 for the rest
+SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # the function of GATE and MAP
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
-# gelu's: sqrt(1/2), sqrt(2/pi) and what the cube is multiplied by
+# of gelu: sqrt(1/2), sqrt(2/pi) and the factor of the cube
 ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
 FAULT = threads.FAULT
-SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
+SHORTEST = 1e-12  # vectors are divided by their length, or by this if they are shorter
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight."""
+    """Returns x / sqrt(mean(x²) + eps) · weight."""
     return _run(NORM, x, weight.data_ptr(), _bits(eps))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual and its `rms_norm`: the same bits, in one call."""
+    """Returns x + residual and its `rms_norm` in one call, with the bits of two."""
     total = empty(*x.shape)
     more = (residual.data_ptr(), 4 * residual.stride(0), total.data_ptr())
     return total, _run(ADD, x, weight.data_ptr(), _bits(eps), *more)
 
 
 def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
-    """Columns i and i + half turn together, or 2i and 2i+1 if interleaved."""
+    """Rotates columns i and i + half as a pair, or 2i and 2i+1 if interleaved."""
     cos, sin = cos_sin
     return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[1], int(interleaved))
 
@@ -58,10 +58,10 @@ def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
 def qk_norm_rope(
     x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed if there are weights, and rotated: the same bits as `rms_norm` and
-    `rope`, in one call. Values stay in x's own memory."""
+    """Returns queries and keys, normed if weights are given and rotated, in one call unless
+    interleaved, with the bits of `rms_norm` and `rope`; and values, a view of x."""
     (count, kv_heads, d, eps, interleaved), t = heads, x.shape[0]
-    parts = x.numpy().reshape(t, x.shape[1] // d, d)  # by numpy: it keeps the interpreter's lock
+    parts = x.numpy().reshape(t, x.shape[1] // d, d)  # numpy keeps the GIL here, torch releases it
     v = torch.from_numpy(parts[:, count + kv_heads :])
     if interleaved:
         q, k = (torch.from_numpy(p) for p in (parts[:, :count], parts[:, count : count + kv_heads]))
@@ -77,12 +77,12 @@ def qk_norm_rope(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias."""
+    """Returns (x - mean) / sqrt(var + eps) · weight + bias."""
     return _run(LAYER, x, weight.data_ptr(), _bits(eps), bias.data_ptr())
 
 
 def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
-    """An angle is a float32 product; cos and sin are float64, then rounded, times the factor."""
+    """Computes angles as float32 products, cos and sin in float64, rounded, then times `factor`."""
     at = positions if positions.dtype is torch.int32 else positions.to(torch.int32)
     at, half = at.contiguous(), freqs.shape[0]
     cos, sin = empty(at.shape[0], half), empty(at.shape[0], half)
@@ -92,62 +92,62 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
 
 
 def activate(x: Tensor, act: Activation) -> Tensor:
-    """An elementwise function of x [t, n]."""
+    """Applies an activation to x [t, n] elementwise."""
     return _run(MAP, x, KINDS[act])
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e⁻ˣ) of x [t, n]."""
+    """Returns 1 / (1 + e⁻ˣ) of x [t, n]."""
     return _run(MAP, x, SIGMOID)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap · tanh(x / cap) of x [t, n]."""
+    """Returns cap · tanh(x / cap) of x [t, n]."""
     return _run(CAP, x, _bits(cap))
 
 
 def act_and_mul(x: Tensor, act: Activation) -> Tensor:
-    """act(gate) · up of [t, gate then up]."""
+    """Returns act(gate) · up of x [t, 2n], gate then up."""
     return _run(GATE, x, KINDS[act], columns=x.shape[1] // 2)
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], within the limits."""
+    """Returns (up + 1) · gate · sigmoid(alpha · gate) of x [t, 2n], gate then up, both clamped."""
     return _run(CLAMPED, x, _bits(alpha), _bits(limit), columns=x.shape[1] // 2)
 
 
 def softmax(x: Tensor) -> Tensor:
-    """e^(x - max) over its sum, of each row of [t, n]."""
+    """Returns e^(x - max) over its sum for each row of x [t, n]."""
     return _run(SOFTMAX, x)
 
 
 def shares(x: Tensor, floor: float) -> Tensor:
-    """x / (sum of the row + floor), of each row of [t, n]."""
+    """Returns x / (sum of the row + floor) for each row of x [t, n]."""
     return _run(SHARES, x, _bits(floor))
 
 
 def spread(x: Tensor, columns: Tensor, size: int) -> Tensor:
-    """y[:, columns] = x of x [t, n] and distinct columns int64 [n], all below the size."""
+    """Returns [t, size]: x [t, n] at distinct columns int64 [n] below `size`, -inf elsewhere."""
     return _run(SPREAD, x, columns.data_ptr(), len(columns), columns=size)
 
 
 def copy(x: Tensor, y: Tensor) -> None:
-    """y[:] = x of float32 [t, n] each, whose columns lie one behind the other."""
+    """Copies x to y, both float32 [t, n] with contiguous columns."""
     more = (y.data_ptr(), 4 * y.stride(0))
     _call(COPY, (x.data_ptr(), 4 * x.stride(0), 0), y, (len(x), 1, x.shape[1]), more)
 
 
 def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
-    """y[slots] = x of x [t, heads, n], contiguous y and slots int32 [t]; nothing is written, and
-    that is an error, if y has not all of them."""
+    """Writes y[slots] = x for x [t, heads, n], contiguous y [slots, heads, n] and slots int32 [t].
+    Raises IndexError, with nothing written, if a slot is outside of y."""
     (outer, inner, _), size = x.stride(), y.shape[0]
     where = (x.data_ptr(), 4 * outer, 4 * inner)
     _checked(_call(WRITE, where, y, x.shape, (slots.data_ptr(), size)), slots, size)
 
 
 def take(x: Tensor, which: Tensor) -> Tensor:
-    """x[which] of x [n, d] and integers [t]; an error if x has not all of them. Not by torch, whose
-    threads look for more work for milliseconds, on processors that our helpers need."""
+    """Returns x[which] for x [n, d] and integers `which` [t]; raises IndexError if one is out of
+    range. Not by torch: its threads then spin for milliseconds on cores that our helpers need."""
     which = which if which.dtype is torch.int32 else which.int()
     y = empty(which.shape[0], x.shape[1])
     more = (which.data_ptr(), x.shape[0], 4 * x.stride(0))
@@ -157,14 +157,14 @@ def take(x: Tensor, which: Tensor) -> Tensor:
 
 
 def _checked(record: "array[int] | None", numbers: Tensor, size: int) -> None:
-    """Raises if a call has found a number that is not below the size."""
+    """Raises IndexError if the call found a number outside of [0, size)."""
     if record and record[FAULT]:
         number = next(each for each in numbers.tolist() if not 0 <= each < size)
         raise IndexError(f"slot {number} is out of bounds for axis 0 with size {size}")
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Means of rows by their lengths: rows and squares of columns added in order, rounded once."""
+    """Returns each span's mean row divided by its norm: float64 sums in order, rounded once."""
     rows, y = x.numpy(), np.empty((len(spans), x.shape[1]), np.float32)
     for (begin, end), row in zip(spans, y, strict=True):
         mean = np.zeros(x.shape[1])
@@ -176,7 +176,7 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _run(what: int, x: Tensor, *more: int, columns: int = 0) -> Tensor:
-    """One call over the rows of x, [outer, n] or [outer, inner, n]; y has `columns`, or as many."""
+    """Runs one call over rows x [outer, n] or [outer, inner, n]; y has `columns` columns, or n."""
     (outer, *inner, n), (x_outer, *x_inner, _) = x.shape, x.stride()
     n = columns or n
     y, (one, step) = empty(outer, *inner, n), (inner[0], x_inner[0]) if inner else (1, 0)
@@ -187,8 +187,8 @@ def _run(what: int, x: Tensor, *more: int, columns: int = 0) -> Tensor:
 def _call(
     what: int, x: tuple[int, ...], y: Tensor, sizes: Sequence[int], more: tuple[int, ...]
 ) -> "array[int] | None":
-    """x: address, and bytes between rows, outer and inner; sizes: rows, outer and inner, and
-    columns of y; `more` depends on what is done. Returns the record, if there are rows."""
+    """Runs one call. x: address, outer and inner stride in bytes; sizes: outer, inner, columns of
+    y; `more` depends on `what`. Returns the record, or None if there are no rows."""
     outer, inner, n = sizes
     if not outer or not inner:
         return None
@@ -200,7 +200,7 @@ def _call(
 def prepared(
     what: int, strides: tuple[int, ...], sizes: tuple[int, ...], more: int, _: Any
 ) -> threads.Call:
-    """For one `threads.setting` a call without the addresses of x and y and `more` entries."""
+    """Builds a call without the addresses of x and y and `more` entries; `_`: threads.setting()."""
     outer, inner, n = sizes
     cost_ns = outer * inner * n * ELEMENT_NS.get(what, 1)
     team = threads.team(outer, cost_ns)
@@ -214,11 +214,11 @@ def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
-# ---- texts ----
+# ---- compiled functions ----
 
 
 def unit(at: Any, nth: Any, worker: Any) -> None:
-    """Some rows. The entries are `_call`'s."""
+    """Computes up to `each` outer rows. The entries are `_call`'s."""
     record = int64_at(at + ENTRIES)
     x, x_outer, x_inner, y, outer, inner, n, each = (
         record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8],
@@ -233,7 +233,7 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
 
 
 def missing_slots(record: Any) -> Any:
-    """How many slots of `write` or rows of `take` are not there."""
+    """Returns how many slots of `write` or rows of `take` are out of range."""
     slots, missing = int32_at(record[9]), 0
     for i in range(record[5]):
         if slots[i] < 0 or slots[i] >= record[10]:
@@ -242,7 +242,7 @@ def missing_slots(record: Any) -> Any:
 
 
 def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
-    """What is asked for, done to row i, j."""
+    """Applies the call's operation to row (i, j)."""
     what, n = record[0], record[7]
     if what == NORM:
         norm(x, y, n, record[9], record[10])
@@ -266,7 +266,7 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
 
 
 def rarer(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
-    """What a decoder of the plain kind does not do in every layer."""
+    """Applies an operation that a plain decoder does not run in every layer."""
     what, n = record[0], record[7]
     if what == LAYER:
         layer(x, y, n, record[9], record[10], record[11])
@@ -291,7 +291,7 @@ def rarer(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
-    """One head of one row of `qk_norm_rope`."""
+    """Computes one head of one row of `qk_norm_rope`."""
     inner, n, heads = record[6], record[7], record[15]
     y, weight = record[4] + 4 * n * (i * heads + j), record[9]
     if j >= heads:  # a key's
@@ -302,12 +302,12 @@ def head(record: Any, i: Any, j: Any, x: Any) -> None:
     turn(x, y, n, i, record[11], record[12], record[13], 0)
 
 
-f: Any = None  # what a loop does with an element: of each `Looped` its own
-Looped = namedtuple("Looped", "loop f")  # a text that other texts call like the loop
+f: Any = None  # the elementwise function of a loop; `work` binds one per `Looped`
+Looped = namedtuple("Looped", "loop f")  # a loop with its own f; called with the loop's arguments
 
 
 def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
-    """y[k] = f(x[k], a) for n columns; may be in place."""
+    """Computes y[k] = f(x[k], a) for n columns; may be in place."""
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
         store(y + 4 * k, f(load(x + 4 * k), a))
@@ -316,7 +316,7 @@ def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
 
 
 def paired(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
-    """y[k] = f(x[k], w[k], a, b) for n columns; may be in place."""
+    """Computes y[k] = f(x[k], w[k], a, b) for n columns; may be in place."""
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
         store(y + 4 * k, f(load(x + 4 * k), load(w + 4 * k), a, b))
@@ -325,7 +325,7 @@ def paired(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
 
 
 def summed(x: Any, n: Any, a: Any) -> Any:
-    """The sum of a row: f(sum, x[k], a) is the next one."""
+    """Returns a row's sum in the canonical order of lanes; f(sum, x[k], a) adds one element."""
     whole = n // LANES * LANES
     sums = lanes.splat(np.float32(0))
     for k in range(0, whole, LANES):
@@ -337,17 +337,17 @@ def summed(x: Any, n: Any, a: Any) -> Any:
 
 
 def scale_of(squares: Any, n: Any, eps_bits: Any) -> Any:
-    """1 / sqrt(mean + eps)."""
+    """Returns 1 / sqrt(squares / n + eps)."""
     return np.float32(1) / np.sqrt(squares / np.float32(n) + np.int32(eps_bits).view(np.float32))
 
 
 def norm(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any) -> None:
-    """One row of `rms_norm`."""
+    """Computes one row of `rms_norm`."""
     scale_row(y, n, x, weight, scale_of(square_row(x, n, 0), n, eps_bits), 0)
 
 
 def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None:
-    """One row of `layer_norm`."""
+    """Computes one row of `layer_norm`."""
     mean = sum_row(x, n, 0) / np.float32(n)
     scale = scale_of(deviate_row(x, n, mean), n, eps_bits)
     centre_row(y, n, x, weight, mean, scale)
@@ -355,7 +355,7 @@ def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None
 
 
 def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
-    """One head of row i of `rope`; in place if it is not interleaved."""
+    """Computes one head of row i of `rope`; may be in place if not interleaved."""
     cos, sin = cos + 4 * half * i, sin + 4 * half * i
     xs, ys, cs, ss = float32_at(x), float32_at(y), float32_at(cos), float32_at(sin)
     whole = 0 if interleaved else half // LANES * LANES
@@ -372,7 +372,7 @@ def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interlea
 
 
 def act(x: Any, kind: Any) -> Any:
-    """An `Activation`, or the sigmoid."""
+    """Applies an `Activation` or the sigmoid."""
     if kind == SILU:
         return div(x, add(1.0, exp_minus(x)))
     if kind == GELU:
@@ -386,13 +386,13 @@ def act(x: Any, kind: Any) -> Any:
 
 
 def exp_minus(x: Any) -> Any:
-    """e⁻ˣ, at most 2^127."""
+    """Returns e⁻ˣ, at most 2^127."""
     exponent = mul(x, -LOG2E)
     return exp2(select(less(127.0, exponent), 127.0, exponent))
 
 
 def clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """(up + 1) · gate / (1 + e^(-alpha · gate)) within the limits."""
+    """Returns (up + 1) · gate / (1 + e^(-alpha · gate)); gate at most `limit`, up within ±limit."""
     low = sub(0.0, limit)
     gate = select(less(limit, gate), limit, gate)
     up = select(less(limit, up), limit, select(less(up, low), low, up))
@@ -400,7 +400,7 @@ def clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
 
 
 def softmax_row(x: Any, y: Any, n: Any) -> None:
-    """One row of `softmax`."""
+    """Computes one row of `softmax`."""
     whole, tops = n // LANES * LANES, lanes.splat(-INF)
     for k in range(0, whole, LANES):
         tops = maximum(tops, load(x + 4 * k))
@@ -412,7 +412,7 @@ def softmax_row(x: Any, y: Any, n: Any) -> None:
 
 
 def spread_row(x: Any, y: Any, n: Any, columns: Any, count: Any) -> None:
-    """One row of `spread`."""
+    """Computes one row of `spread`."""
     for k in range(n):
         float32_at(y)[k] = -INF
     for k in range(count):
@@ -420,7 +420,7 @@ def spread_row(x: Any, y: Any, n: Any, columns: Any, count: Any) -> None:
 
 
 def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits: Any) -> None:
-    """One row of `rope_cos_sin`."""
+    """Computes one row of `rope_cos_sin`."""
     factor, at = np.int32(factor_bits).view(np.float32), np.float32(position)
     cs, ss, fs = float32_at(cos), float32_at(sin), float32_at(freqs)
     for k in range(n):
@@ -447,7 +447,7 @@ INLINED = ("norm", "turn", "head", "row", "scale_of", "add_row", "scale_row", "s
 
 @functools.cache
 def work() -> Any:
-    """The compiled kernel of this machine."""
+    """Returns the row kernel, compiled once per process."""
     names = threads.linked({**vars(elementary), **globals()}, {}, INLINED)
     for name, text in globals().items():
         if isinstance(text, Looped):

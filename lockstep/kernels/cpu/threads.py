@@ -1,17 +1,17 @@
-"""Threads that help with a call, and that nobody waits for if they do not come.
+"""Helper threads that share the work of a call, and that no call waits for unless they joined it.
 
 A call is a C function `void f(int64 record, int64 worker)` that claims units of work until none is
-left (`claim`). The caller, worker 0, runs it itself; helpers that it invites and that are awake run
-it too. A helper says that it is inside and looks whether the call is still open: the caller waits
-for those inside, and one that the system did not wake in time has missed nothing. Several threads
-may call at once: each call has a desk of its own, and callers share the helpers. A call gets as
-many threads as its work is worth, at most as many as torch has or as `limited` says. Calls that a
-tape has noted run again as one, a `Script`.
+left (`claim`). The caller, worker 0, runs it; so do the helpers that it invites, if they are awake.
+A helper first marks itself as inside, then checks that the call is still open. The caller waits for
+the helpers inside only, so one that the system did not wake in time delays nothing. Several threads
+may call concurrently: each call has its own desk, and callers share the helpers. A call gets the
+threads that its work is worth, at most torch's number or that of `limited`. Calls recorded by a
+tape are replayed as one, a `Script`.
 
-The interpreter's lock is released in turns, as the interpreter itself does it: who takes it back
-beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls, and releases
-it in a call during which its turn would last longer than TURN_NS. torch releases it with every
-tensor and wakes whoever waits, mostly in vain: threads that run engines wait for the `floor`.
+The interpreter's lock (GIL) is released in turns, as the interpreter itself does. Taking it back
+while another thread runs Python takes 5 ms, so a thread keeps it over short calls, and releases it
+in a call during which its turn would exceed TURN_NS. torch releases it for every tensor and wakes a
+waiting thread, mostly for nothing: so threads that run engines queue for the `floor`.
 """
 
 import atexit
@@ -43,41 +43,41 @@ from lockstep.kernels.cpu.loops import TARGET
 from lockstep.types import RuleError
 
 njit: Any = numba.njit
-# no zero-division checks, not for Python
+# no zero-division checks; not callable from Python
 OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-THREAD_NS = 2_000  # of work that are worth one more thread
+THREAD_NS = 2_000  # of work that justifies one more thread
 STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its units go in order
-NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself sees what follows
-TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
-CORES = max(torch.get_num_threads(), (os.cpu_count() or 1) // 2)  # as torch counts them
-PATIENCE_S = 0.02  # for the floor: who keeps it for longer is late, or gone
+NEAR_BYTES = 2048  # of a row are prefetched; the hardware prefetches the rest of it
+TURN_NS = 4_000_000  # longest turn with the GIL: below the 5 ms after which a waiter demands it
+CORES = max(torch.get_num_threads(), (os.cpu_count() or 1) // 2)  # physical ones, as torch counts
+PATIENCE_S = 0.02  # longest wait for the floor: its owner is late by then, or gone
 
-# A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
-# COUNTERS each of the SHARES of the units has a line, which counts those that are claimed. It has
-# WORDS in all, and a FAULT where it cannot be done.
+# A record: these words and, from byte ENTRIES on, the entries that the work reads. TEAM: threads
+# that may join. COUNTERS: address of one line per share of the units (SHARES of them), which counts
+# the claimed ones. WORDS: length of the record. FAULT: not 0 if the work could not be done.
 WORK, UNITS, TEAM, POOL, BOARD, COUNTERS, SHARES, WORDS, FAULT = range(9)
 HEAD = 9  # words of a record before its entries
 ENTRIES = 8 * HEAD
 
-# The board: int64 words. What different threads write lies in different lines of 64 bytes.
+# The board: int64 words. Words that different threads write are in different 64-byte cache lines.
 LINE = 8  # words
-LEAVE, ACTIVE, CALLS = 0, LINE, LINE + 1  # whether to leave; calls under way, and so far
-DESKS = 8  # calls that can have helpers at once
-DESK = 2 * LINE  # where the desks begin; each has two lines
-CALL, RECORD, TAKEN = 0, 1, LINE  # words of a desk
-INSIDE = DESK + DESKS * 2 * LINE  # where the helpers' lines begin: the call that one is inside of
+LEAVE, ACTIVE, CALLS = 0, LINE, LINE + 1  # helpers are to exit; calls running; calls made so far
+DESKS = 8  # calls that can have helpers at the same time
+DESK = 2 * LINE  # index of the first desk; each has two lines
+CALL, RECORD, TAKEN = 0, 1, LINE  # words of a desk: call number, address of the record, lock
+INSIDE = DESK + DESKS * 2 * LINE  # first line of the helpers: number of the call that one is in
 MOST_HELPERS = 255
 BOARD_LEN = INSIDE + MOST_HELPERS * LINE
 
-# A call's number names it and says whom it invites: helpers FIRST, FIRST + 1, ..., so many.
-SERIAL, FIRST, BYTE = 16, 8, 255  # bits below the serial number, and below the first helper's
-LOOKS = 2000  # glances at the desks without pause, about 0.1 ms
-YIELDS = 16_000  # glances after which whoever waits for this processor has it, 4 ms if nobody does
+# A call's number: a serial number, the index of the first helper invited, and how many are invited.
+SERIAL, FIRST, BYTE = 16, 8, 255  # bits below the serial number and the first helper; count's mask
+LOOKS = 2000  # polls of the desks without a pause, about 0.1 ms
+YIELDS = 16_000  # polls that are each followed by sched_yield, 4 ms if no thread wants the core
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
-# ---- what compiled code does with memory, and with threads ----
+# ---- memory and thread primitives of compiled code ----
 
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -85,19 +85,19 @@ sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @ir_function(types.void(types.int64))
 def prefetch(builder: Any, address: Any) -> None:
-    """The line of an address will be read soon."""
+    """Prefetches the cache line of an address for reading."""
     args = [at(builder, address), I32(0), I32(3), I32(1)]  # to read, near, data
     call_ir(builder, "llvm.prefetch.p0", ir.VoidType(), args)
 
 
 @ir_function(lambda pointer: types.int64(pointer))
 def address(builder: Any, pointer: Any) -> Any:
-    """The byte address that a pointer holds."""
+    """Returns a pointer as an int64 byte address."""
     return builder.ptrtoint(pointer, I64)
 
 
 def pointer(kind: Any, element: Any) -> Any:
-    """Build `f(address)`: elements of `kind` from there on, indexed like an array."""
+    """Builds `f(address)`, a pointer to elements of `kind`, indexed like an array."""
 
     @ir_function(types.CPointer(kind)(types.int64))
     def elements(builder: Any, address: Any) -> Any:
@@ -113,41 +113,41 @@ float64_at = pointer(types.float64, ir.DoubleType())
 
 @ir_function(types.int64(types.int64, types.int64))
 def fetch_add(builder: Any, place: Any, amount: Any) -> Any:
-    """The int64 at an address, to which `amount` is added."""
+    """Atomically adds `amount` to the int64 at an address; returns the old value."""
     return builder.atomic_rmw("add", at(builder, place), amount, "seq_cst")
 
 
 @ir_function(types.int64(types.int64, types.int64))
 def exchange(builder: Any, place: Any, value: Any) -> Any:
-    """The int64 at an address, which becomes `value`."""
+    """Atomically replaces the int64 at an address by `value`; returns the old value."""
     return builder.atomic_rmw("xchg", at(builder, place), value, "seq_cst")
 
 
 @ir_function(types.int64(types.int64))
 def look(builder: Any, place: Any) -> Any:
-    """The int64 at an address, which others change."""
+    """Atomically loads the int64 at an address, which other threads change."""
     return builder.load_atomic(at(builder, place), "seq_cst", 8, typ=I64)
 
 
 @ir_function(integers(3))
 def invoke(builder: Any, function: Any, a: Any, b: Any) -> None:
-    """Call the C function at an address, of two int64 numbers."""
+    """Calls the C function of two int64 numbers at an address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b])
 
 
 @ir_function(types.void())
 def breathe(builder: Any) -> None:
-    """Tell the processor that this thread is waiting."""
+    """Tells the processor that this thread is spinning."""
     if TARGET[0].startswith("x86_64"):
         call_ir(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
-# ---- texts ----
+# ---- compiled functions ----
 
 
 def play(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
-    """Run `count` records, one behind another, up to one with a fault, which the first then has."""
+    """Runs `count` consecutive records; stops at a fault and copies it to the first record."""
     first = int64_at(at)
     for _ in range(count):
         head = int64_at(at)
@@ -160,7 +160,7 @@ def play(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
 
 
 def call(at: Any) -> None:
-    """Run the record's work on this thread and on helpers: a TEAM, or a fair share, of the POOL."""
+    """Runs a record's work on this thread and helpers: a TEAM, or a fair share of the POOL."""
     head = int64_at(at)
     work, pool, board, counters = head[WORK], head[POOL], head[BOARD], int64_at(head[COUNTERS])
     if head[TEAM] == 1:
@@ -178,20 +178,20 @@ def call(at: Any) -> None:
         number += 1
         desk += 16 * LINE
     if number == DESKS or helpers == 0:
-        invoke(work, at, 0)  # and all shares are its own
+        invoke(work, at, 0)  # alone, it takes all shares
     else:
-        first = min(number * share, pool - helpers)  # other desks invite other helpers
+        first = min(number * share, pool - helpers)  # each desk invites other helpers
         this = (fetch_add(board + 8 * CALLS, 1) + 1) << SERIAL | first << FIRST | helpers
         int64_at(desk)[RECORD] = at
         exchange(desk + 8 * CALL, this)
         invoke(work, at, 0)
-        exchange(desk + 8 * CALL, 0)  # from here on nobody comes in
+        exchange(desk + 8 * CALL, 0)  # closed: no further helper joins
         for helper in range(first, first + helpers):
             looks = 0
             while look(board + 8 * (INSIDE + LINE * helper)) == this:
                 if looks < LOOKS:
                     breathe()
-                else:  # the helper has lost its processor: it may have this one
+                else:  # the helper has lost its processor: offer it this one
                     sched_yield()
                 looks += 1
         exchange(desk + 8 * TAKEN, 0)
@@ -200,7 +200,7 @@ def call(at: Any) -> None:
 
 @njit(error_model="numpy")
 def claim(at: Any, worker: Any) -> Any:
-    """The next unit that a worker does, or -1: of n shares worker w's is w, w + n, w + 2 n, ..."""
+    """Claims a unit, own share (worker, worker + shares, ...) first; returns its number or -1."""
     head = int64_at(at)
     shares, units, counters = head[SHARES], head[UNITS], head[COUNTERS]
     for i in range(shares):
@@ -215,18 +215,18 @@ def claim(at: Any, worker: Any) -> Any:
 
 @njit(**OPTIONS)
 def fetch(at: Any, rows: Any, stride: Any, first: Any, last: Any, nbytes: Any) -> None:
-    """Ask for rows that a unit will read: with several threads they lie in others' caches."""
+    """Prefetches rows that a unit will read: in a team they are in other cores' caches."""
     if int64_at(at)[TEAM] > 1:
         for row in range(first, last):
             for byte in range(0, min(nbytes, NEAR_BYTES), 8 * LINE):
                 prefetch(rows + row * stride + byte)
 
 
-unit: Any = None  # (at, nth, worker): the n-th unit of a call, of each kernel its own
+unit: Any = None  # unit(at, nth, worker) computes unit `nth`; `kernel` binds each kernel's own
 
 
 def units(at: Any, worker: Any) -> None:
-    """What a thread does in a call: units of a kernel until none is left."""
+    """Runs on each thread of a call: computes units until none is left."""
     nth = claim(at, worker)
     while nth >= 0:
         unit(at, nth, worker)
@@ -234,10 +234,10 @@ def units(at: Any, worker: Any) -> None:
 
 
 def serve(board: Any, index: Any) -> None:
-    """What a helper does, until it shall leave: answers every invitation once. Without any it looks
-    for them without pause for a moment, then as long as nobody else wants its processor, and then
-    takes naps that grow longer. Its worker's number is the same in the next call of that thread:
-    what it left in that worker's memory is in its own cache."""
+    """Runs helper `index` until LEAVE is set: joins every call that invites it, once. While idle it
+    first spins, then polls and yields its processor, then sleeps, longer at last. Its worker number
+    stays the same from call to call of one thread, so what it left in that worker's memory is in
+    its own cache."""
     inside = board + 8 * (INSIDE + LINE * index)
     last, idle = np.int64(0), np.int64(0)
     while look(board + 8 * LEAVE) == 0:
@@ -267,21 +267,21 @@ def serve(board: Any, index: Any) -> None:
 
 
 class Helpers:
-    """The helpers of this process: started when first needed, one less than there are threads."""
+    """The helper threads of this process, one fewer than `count`, started when first needed."""
 
     def __init__(self) -> None:
-        self.former: list[object] = []  # boards that a helper may still take a look at
-        self.inherited = 0  # threads of the process that this one is a fork of, if it had helpers
+        self.former: list[object] = []  # old boards, which a helper may still read once
+        self.inherited = 0  # torch's threads in the parent, if it was forked with helpers; else 0
         self.reset()
 
     def reset(self) -> None:
-        """Nobody helps."""
+        """Starts over with a new board and no helpers."""
         self.board, self.address = aligned(8 * BOARD_LEN)
         self.threads: list[threading.Thread] = []
         self.hiring = threading.Lock()
 
     def want(self, count: int) -> None:
-        """Has `count` helpers ready. No two have one number. An interrupt costs one at most."""
+        """Starts helpers up to `count`, each with its own index. An interrupt loses one at most."""
         serving = compiled().serve
         with self.hiring:
             while len(self.threads) < min(count, MOST_HELPERS):
@@ -292,7 +292,7 @@ class Helpers:
                 helper.start()
 
     def leave(self) -> None:
-        """Ends them: compiled code must not run when the interpreter takes it away."""
+        """Ends all helpers: compiled code must not run while the interpreter unloads it."""
         ctypes.c_int64.from_address(self.address + 8 * LEAVE).value = 1
         self.former.append(self.board)
         for thread in self.threads:
@@ -302,8 +302,8 @@ class Helpers:
 
 
 def forked() -> None:
-    """In a forked process nobody helps yet; OpenMP's threads are gone for good, and torch, which
-    would wait for them, goes on with one."""
+    """Resets the helpers in a forked process, which has none. OpenMP's threads do not survive the
+    fork either, and torch would wait for them, so it continues with one thread."""
     if HELP.threads:
         HELP.inherited = HELP.inherited or torch.get_num_threads()
         torch.set_num_threads(1)
@@ -311,19 +311,19 @@ def forked() -> None:
 
 
 class Own(threading.local):
-    """What every calling thread has of its own."""
+    """State of each calling thread."""
 
     def __init__(self) -> None:
-        self.limit: int | None = None  # of its threads, while `limited`
-        self.tape: Any = None  # that notes its calls (run/tape.py)
-        self.turn_ns = 0  # when it released the interpreter's lock the last time
-        self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
-        self.memory = aligned(0)  # of its workers
+        self.limit: int | None = None  # most threads of its calls, inside `limited`
+        self.tape: Any = None  # the tape that records its calls (run/tape.py)
+        self.turn_ns = 0  # time at which it last released the GIL
+        self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # claim counters
+        self.memory = aligned(0)  # scratch of its calls' workers
 
 
 class Call:
-    """A call of a `kernel`, of so many units, on at most `most` threads, a `team`; `cost_ns` is
-    about what it takes on one. `entries` are what it reads. It may be run again and again."""
+    """A repeatable call of a `kernel`: `units` of work on at most `most` threads (see `team`), some
+    `cost_ns` long on one thread; `entries` are the words that it reads."""
 
     def __init__(
         self, work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int
@@ -333,8 +333,8 @@ class Call:
         self.record = array("q", (work.address, units, most, 0, 0, 0, shares, words, 0, *entries))
 
     def run(self, *places: tuple[int, int]) -> "array[int]":
-        """Once. `places`: entries that are others this time, addresses, by their number. Returns
-        the record, in which the kernel may have left a fault."""
+        """Runs the call. `places`: (index, value) of entries to replace, mostly addresses. Returns
+        the record, in which the kernel may have set FAULT."""
         record = self.record[:]
         for number, value in places:
             record[HEAD + number] = value
@@ -353,8 +353,8 @@ class Call:
 
 
 class Script(Call):
-    """Calls that have run one behind the other, to be run again as one: their records are. Who
-    makes it holds what these point to."""
+    """Consecutive calls that are replayed as one: their records, concatenated. The owner keeps the
+    memory alive that the records point to."""
 
     def __init__(self) -> None:
         self.record, self.calls, self.most, self.each_ns = array("q"), 0, 1, 0
@@ -367,24 +367,24 @@ class Script(Call):
         self.calls += 1
 
     def repeat(self) -> None:
-        """All of it, by the numbers that are in memory now."""
+        """Replays all calls on what is now in memory. Raises RuleError if one faults."""
         if self.run()[FAULT]:
             rule, got = "rows that are read or written are there", "one that is not"
             raise RuleError(rule, got, "Check the plan: a launch was replayed with it")
 
 
 class Room:
-    """Memory that recorded calls work in. It is given out again when nobody holds it, to other
-    tapes too: of those that share it one runs at a time."""
+    """Memory of recorded calls. A block is reused when no tensor refers to it, also by other tapes:
+    of the tapes that share a room one runs at a time."""
 
     def __init__(self) -> None:
-        self.memory = aligned(0)  # of workers
-        self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size
-        # all by address, with their sizes: one that an interrupt has lost is not given to others
+        self.memory = aligned(0)  # scratch of workers
+        self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)  # (memory, address) by size
+        # all (address, size, memory), sorted; a block that an interrupt has lost is never reused
         self.places: list[tuple[int, int, Any]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """A new tensor."""
+        """Returns an uninitialised tensor in this memory."""
         wanted = np.dtype(dtype).itemsize * math.prod(shape)
         size = 1 << max(wanted - 1, LINE).bit_length()
         if not self.free[size]:
@@ -398,31 +398,31 @@ class Room:
         return torch.from_numpy(array)
 
     def used(self) -> int:
-        """Bytes that somebody holds."""
+        """Returns the bytes of all blocks that are not free."""
         free = sum(size * len(blocks) for size, blocks in self.free.items())
         return sum(size for _, size, _ in self.places) - free
 
     def holds(self, tensor: Any) -> bool:
-        """Whether that is a tensor in this memory."""
+        """Returns whether `tensor` is a tensor in this memory."""
         at = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
         nth = bisect(self.places, at, key=itemgetter(0))
         return nth > 0 and at < sum(self.places[nth - 1][:2])
 
 
 def setting() -> tuple[int, int]:
-    """What `team` depends on besides its arguments: a call that is kept is kept for this."""
+    """Returns what `team` depends on besides its arguments; part of the key of cached calls."""
     return count(), THREAD_NS
 
 
 def team(units: int, cost_ns: int) -> int:
-    """Threads for a call of so many units that takes `cost_ns`, about, on one thread."""
+    """Returns how many threads a call of `units` gets that takes about `cost_ns` on one thread."""
     worth = min(units, cost_ns // THREAD_NS)
     return min(worth, count()) if worth > 1 else 1
 
 
 def memory(each: int, team: int) -> int:
-    """The address of `each` bytes, a multiple of 64, for every worker of a call: the calling
-    thread's own until it asks again."""
+    """Returns the address, a multiple of 64, of `each` bytes per worker of a team. The memory
+    belongs to the calling thread, or to its tape's room, and is reused by the next such call."""
     own: Any = OWN if OWN.tape is None else OWN.tape.room
     if len(own.memory[0]) < each * team + 64:
         own.memory = aligned(each * team)
@@ -433,31 +433,31 @@ def memory(each: int, team: int) -> int:
 
 
 def aligned(nbytes: int) -> tuple[Any, int]:
-    """New memory, all zero, and its first multiple of 64 as an address, with `nbytes` behind it."""
+    """Returns new zeroed memory and its first 64-byte aligned address, with `nbytes` from there."""
     memory = np.zeros(nbytes + 64, np.uint8)
     return memory, -(-where(memory) // 64) * 64
 
 
 def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
-    """A new tensor, in memory of numpy's."""
+    """Returns an uninitialised tensor, in numpy's memory or in that of the recording tape."""
     if OWN.tape is not None:
         return OWN.tape.room.empty(shape, dtype)  # type: ignore[no-any-return]
     return torch.from_numpy(np.empty(shape, dtype))
 
 
 def where(array: Any) -> int:
-    """The byte address of a numpy array or a tensor."""
+    """Returns the byte address of a numpy array or a tensor."""
     return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
 
 
 def count() -> int:
-    """Threads that work on a call of this thread, at most."""
+    """Returns the most threads that work on a call of this thread."""
     return OWN.limit or HELP.inherited or torch.get_num_threads()
 
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
-    """Runs the block with `most` threads for calls of this thread, however many torch has."""
+    """Runs the block with at most `most` threads for calls of this thread, instead of torch's."""
     before, OWN.limit = OWN.limit, most
     try:
         yield
@@ -467,9 +467,9 @@ def limited(most: int) -> Iterator[None]:
 
 @contextmanager
 def floor() -> Iterator[None]:
-    """Runs the block alone among those of other threads, first come first served, unless there are
-    processors for two. It is faster so and nothing else: who has waited for long goes on, also
-    after an interrupt has lost a ticket."""
+    """Runs the block while no other thread runs its own, first come first served, unless there are
+    cores for two. It serves speed only: after PATIENCE_S a thread enters anyway, so a ticket lost
+    to an interrupt costs one wait."""
     if 2 * count() <= CORES:
         yield
         return
@@ -478,31 +478,31 @@ def floor() -> Iterator[None]:
         ticket.acquire()
         FLOOR.append(ticket)
         if FLOOR[:1] != [ticket]:
-            ticket.acquire(timeout=PATIENCE_S)  # until whoever leaves releases it
-            with suppress(ValueError):  # somebody who went on has removed it
+            ticket.acquire(timeout=PATIENCE_S)  # released by the thread that leaves the floor
+            with suppress(ValueError):  # a thread that stopped waiting has removed it
                 del FLOOR[: FLOOR.index(ticket)]
         yield
     finally:
-        with suppress(ValueError, IndexError, RuntimeError):  # lost; nobody waits, or still does
+        with suppress(ValueError, IndexError, RuntimeError):  # ticket gone; no next; it is awake
             FLOOR.remove(ticket)
             FLOOR[0].release()
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
-    """The same text, which looks up the names it uses in `names`."""
+    """Returns a copy of a function that looks up its global names in `names`."""
     return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
 
 
 def jitted(text: Any, names: dict[str, Any], inlined: bool = False) -> Any:
-    """The same, to be compiled when first called."""
+    """Returns the `relinked` function, compiled when first called."""
     return njit(**OPTIONS, forceinline=inlined)(relinked(text, names))
 
 
 def linked(
     names: dict[str, Any], replaced: Mapping[str, Any], inlined: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The names of a kernel: its texts, plain functions of ours, each to be compiled when first
-    called, and what they use. One in `replaced` finds the others, then those of its own module."""
+    """Returns the global names of a kernel, with each function of `lockstep` in them compiled on
+    first call. One in `replaced` looks names up in the kernel first, then in its own module."""
     plain = {name: text for name, text in names.items() if isinstance(text, FunctionType)}
     texts = {name: text for name, text in plain.items() if text.__module__.startswith("lockstep.")}
     unknown = sorted(set(replaced) - set(texts))
@@ -517,13 +517,13 @@ def linked(
 
 
 def kernel(name: str, unit: Any, cache: bool = True) -> Any:
-    """What a `Call` takes: C code that does units by a compiled `unit(at, nth, worker)`. It lives
-    as long as the object that comes back."""
+    """Compiles the C function of a `Call` from a compiled `unit(at, nth, worker)`. Its code lives
+    as long as the returned object."""
     return c_function(name, relinked(units, {**globals(), "unit": unit}), cache)
 
 
 def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
-    """`text`, a function of int64 numbers, compiled."""
+    """Compiles `text`, a function of int64 numbers, to a C function."""
     signature = integers(text.__code__.co_argcount)
     with cached_here(name) if cache else nullcontext(False) as writable:
         return numba.cfunc(signature, cache=writable, error_model="numpy")(text)
@@ -531,7 +531,7 @@ def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
 
 @functools.cache
 def compiled() -> Any:
-    """The texts of this file, compiled; `released` is `call` without the interpreter's lock."""
+    """Returns the compiled functions of this file; `released` is `call` that releases the GIL."""
     numbers = [ctypes.c_int64] * 5
     playing = relinked(play, {**globals(), "call": jitted(call, globals())})
     calling, serving = c_function("calling", playing), c_function("helping", serve)
@@ -539,11 +539,11 @@ def compiled() -> Any:
         call=ctypes.PYFUNCTYPE(None, *numbers)(calling.address),
         released=ctypes.CFUNCTYPE(None, *numbers)(calling.address),
         serve=ctypes.CFUNCTYPE(None, *numbers[:2])(serving.address),
-        functions=(calling, serving),  # which live as long
+        functions=(calling, serving),  # keeps their code alive
     )
 
 
-FLOOR: list[threading.Lock] = []  # tickets; whose is the first one has the floor
+FLOOR: list[threading.Lock] = []  # tickets; the owner of the first one has the floor
 OWN = Own()
 HELP = Helpers()
 atexit.register(HELP.leave)

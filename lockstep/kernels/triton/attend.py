@@ -1,6 +1,6 @@
-"""Attention over paged keys for any number of rows and every feature, in plain Triton: what CI
-interprets, the twin of the warp-specialised kernels. A program does one item of a block; the last
-of a block's parts to arrive folds them in ascending order. Called by `launch.py`."""
+"""Attention over paged keys for any number of rows and every feature, in plain Triton. CI runs it
+interpreted; the warp-specialised kernels are its twins. A program computes one item for one kv
+head; the last part of a block to arrive folds all, in ascending order. Called by `launch.py`."""
 
 from collections import namedtuple
 
@@ -9,9 +9,9 @@ import triton.language as tl
 
 from lockstep.kernels.triton import softmax
 
-# what a kernel is compiled for: head sizes, the pieces they are walked in, features, launch shape
+# compile-time constants: head sizes, the pieces (DA, DB) of D_QK, features, launch shape
 Shape = namedtuple("Shape", "D_QK DA DB D_V DV LATENT CAP TREE ROWS TILE")
-# an item, what its rows see, the rows' queries in two pieces, and where its keys and values are
+# an item, what its rows see, their queries in two pieces [ROWS, DA] and [ROWS, DB], its addresses
 Block = namedtuple("Block", "call it seen q q2 pre cache pages tree")
 Cache = namedtuple("Cache", "k k_slot k_head v v_slot v_head")
 Pages = namedtuple("Pages", "size mul shift")
@@ -20,15 +20,15 @@ Tree = namedtuple("Tree", "start tail_indptr tail_slots")
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, DV: tl.constexpr):
-    """The state of rows that have seen no key: maximum, sum and values."""
+    """Returns the state of rows that have seen no key: maximum, sum and weighted values."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
 
 
 @triton.jit
 def paged(b, p, mask):
-    """Slots of positions p. `mul`, `shift`: the division by the page size, as a product that is
-    exact below 2**31."""
+    """Returns the slots of positions p. Divides by the page size with `mul` and `shift`, exactly
+    below 2**31."""
     pages = b.pages
     twice = (p * 2).to(tl.uint32, bitcast=True)
     nth = (tl.umulhi(twice, pages.mul.to(tl.uint32)) >> pages.shift).to(tl.int32, bitcast=True)
@@ -38,8 +38,8 @@ def paged(b, p, mask):
 
 @triton.jit
 def rows_at(base, at, first, mask, width, COLUMNS: tl.constexpr):
-    """Columns [first, first + COLUMNS) of rows that begin at offsets `at`; zeros where masked and
-    from column `width` on."""
+    """Loads columns [first, first + COLUMNS) of rows that begin at offsets `at`; zeros where masked
+    and from column `width` on."""
     d = first + tl.arange(0, COLUMNS)
     return tl.load(
         base + at[:, None] + d[None, :], mask=mask[:, None] & (d < width)[None, :], other=0.0
@@ -48,8 +48,8 @@ def rows_at(base, at, first, mask, width, COLUMNS: tl.constexpr):
 
 @triton.jit
 def scores(b, slot, mask, S):
-    """Dot products with the keys in these slots; also their first DA columns, which are a latent
-    row's values."""
+    """Returns dot products with the keys in these slots [ROWS, TILE], and the keys' first columns
+    [TILE, DA], which are the values of a latent cache."""
     cache = b.cache
     at = slot * cache.k_slot + cache.k_head
     ka = rows_at(cache.k, at, 0, mask, S.D_QK, S.DA).to(b.q.dtype)
@@ -62,15 +62,15 @@ def scores(b, slot, mask, S):
 
 @triton.jit
 def values(b, slot, mask, S):
-    """The values in these slots."""
+    """Loads the values in these slots."""
     at = slot * b.cache.v_slot + b.cache.v_head
     return rows_at(b.cache.v, at, 0, mask, S.D_V, S.DV).to(b.q.dtype)
 
 
 @triton.jit
 def tile_weights(b, x, kp, m, l, S):
-    """Scores x of positions kp to weights. Returns them, the rescale of what was before, the new
-    maximum and the new sum."""
+    """Turns scores x of positions kp into weights. Returns them, the factor of the earlier state,
+    the new maximum and the new sum."""
     seen = (kp[None, :] >= b.seen.lo[:, None]) & (kp[None, :] < b.seen.hi[:, None])
     if S.CAP:
         x = softmax.tanh(x * b.pre)
@@ -80,7 +80,7 @@ def tile_weights(b, x, kp, m, l, S):
 
 @triton.jit
 def listed_slots(b, token, kp):
-    """Slots of positions kp for one token of a tree, and which of them it sees."""
+    """Returns the slots of positions kp for one token of a tree, and a mask of those it sees."""
     tree = b.tree
     first = tl.load(tree.start + token)
     mask = (kp >= b.it.lo) & (kp <= tl.load(b.call.positions + token))
@@ -92,8 +92,8 @@ def listed_slots(b, token, kp):
 
 @triton.jit
 def tree_tile(b, p, m, l, a, S):
-    """A tile that holds listed positions: token by token, each with its own keys, into the same
-    tile as the committed ones."""
+    """Adds a tile with listed positions: computes token by token, each with its own keys, which
+    share the tile with the committed ones."""
     group = b.call.heads // b.call.kv_heads
     own = (b.it.row_begin + tl.arange(0, S.ROWS)) // group
     first, end = b.it.row_begin // group, (b.it.row_end - 1) // group + 1
@@ -115,8 +115,8 @@ def tree_tile(b, p, m, l, a, S):
 
 @triton.jit
 def attend_split(b, split, S):
-    """Online softmax over the tiles of one split, ascending, from a fresh state. Returns its
-    maximum in log2 units, sum and values."""
+    """Runs online softmax over the tiles of one split, ascending, from an empty state. Returns
+    maximum in log2 units, sum and weighted values."""
     TILE: tl.constexpr = S.TILE
     m, l, a = nothing(S.ROWS, S.DV)
     begin = tl.maximum(softmax.split_begin(split, b.call), b.it.lo // TILE * TILE)
@@ -149,7 +149,7 @@ def attend_kernel(
     LATENT: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, FOLD_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One item and kv head per program; strides come in units of 8 elements."""
+    """Computes one item and kv head per program. Strides `*8` are in units of 8 elements."""
     call = softmax.Call(
         q, q_row8, q_head8, items, positions, page_ids, heads, kv_heads, window, causal, c, v_scale,
         sinks2, count0, len0, len1, out, lse, part_ml, part_acc, counters,

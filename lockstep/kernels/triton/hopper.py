@@ -1,6 +1,6 @@
-"""What the warp-specialised kernels for sm_90 share, in Gluon: rings of tiles filled by TMA, a
-block's queries in shared memory, masks. Items, the order of a row's softmax and where rows go are
-the texts of their plain twin (`softmax.py`)."""
+"""Shared by the warp-specialised kernels for sm_90, in Gluon: rings of tiles filled by TMA and a
+block's queries in shared memory; masks. Items, a row's softmax and output are the functions that
+their plain twin uses too (`softmax.py`)."""
 
 from collections import namedtuple
 
@@ -11,16 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lockstep.kernels.triton.softmax import arrive, rows_of, write_rows
 
 WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-OUTSIDE = gl.constexpr(1 << 30)  # a row that no tensor has: TMA fills zeros
-# where an item's pages [first, last] are: entries of `ids`
+OUTSIDE = gl.constexpr(1 << 30)  # a row outside of every tensor: TMA fills in zeros
+# an item's pages [first, last], stored at ids[entry + page]
 Pages = namedtuple("Pages", "ids entry first last")
-# places for tiles [STAGES, TILE, D], seen as pages of 64 columns too, and their barriers
+# tiles [STAGES, TILE, D], also viewed as `pages` [n, PAGE, 64]; per stage a full, an empty barrier
 Ring = namedtuple("Ring", "pages tiles full empty")
 
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """STAGES barriers that COUNT arrivals complete."""
+    """Allocates STAGES barriers [STAGES, 1], each completed by COUNT arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(made.index(i), count=COUNT)
@@ -29,7 +29,7 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def make_ring(dtype, D, TILE, STAGES, PAGE, READERS):
-    """An empty ring that READERS read."""
+    """Allocates an empty ring; READERS arrivals empty a stage."""
     shape: gl.constexpr = [STAGES * (D // 64) * (TILE // PAGE), PAGE, 64]
     pages = gl.allocate_shared_memory(dtype, shape, WIDE)
     tiles = pages._reinterpret(dtype, [STAGES, TILE, D], WIDE)
@@ -38,7 +38,7 @@ def make_ring(dtype, D, TILE, STAGES, PAGE, READERS):
 
 @gluon.jit
 def claim(ring, i, BYTES: gl.constexpr):
-    """Waits for room for the i-th tile of all; the barrier that its BYTES complete."""
+    """Waits until the i-th tile's stage is empty; returns its full barrier, which awaits BYTES."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
     stage = i % STAGES
     mbarrier.wait(ring.empty.index(stage), ((i // STAGES) & 1) ^ 1)
@@ -48,7 +48,7 @@ def claim(ring, i, BYTES: gl.constexpr):
 
 @gluon.jit
 def arrived(ring, i):
-    """The i-th tile of all, once it is there."""
+    """Waits until the i-th tile of this program is full and returns it [TILE, D]."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.full.index(i % STAGES), (i // STAGES) & 1)
     return ring.tiles.index(i % STAGES)
@@ -56,20 +56,20 @@ def arrived(ring, i):
 
 @gluon.jit
 def release(ring, i):
-    """The i-th tile has been read."""
+    """Arrives at the empty barrier of the i-th tile: this reader is done with it."""
     mbarrier.arrive(ring.empty.index(i % ring.tiles.shape[0]))
 
 
 @gluon.jit
 def pages_of(call, it, PAGE: gl.constexpr):
-    """The pages that an item sees."""
+    """Returns the pages that an item sees."""
     return Pages(call.page_ids, it.entry, it.lo // PAGE, (it.hi + PAGE - 1) // PAGE - 1)
 
 
 @gluon.jit
 def copy_pages(desc, room, full, stage, pages, tile, col, D: gl.constexpr, TILE: gl.constexpr):
-    """Starts the copies of D columns of a tile: a box per page and 64 columns. A page outside
-    [first, last], which no row sees, is a box outside the tensor, which is zeros."""
+    """Starts TMA copies of D columns of a tile into `room`, one box per page and 64 columns. For a
+    page outside [first, last], which no row sees, the box is outside of the tensor: zeros."""
     PAGE: gl.constexpr = room.shape[1]
     COUNT: gl.constexpr = TILE // PAGE
     for n in gl.static_range(COUNT):
@@ -85,7 +85,7 @@ def copy_pages(desc, room, full, stage, pages, tile, col, D: gl.constexpr, TILE:
 
 @gluon.jit
 def fetch(desc, ring, i, pages, tile, col):
-    """Starts the copies of a tile, the i-th of all, when there is room."""
+    """Waits for an empty stage and starts the copies of a tile, the program's i-th."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
     TILE: gl.constexpr = ring.tiles.shape[1]
     D: gl.constexpr = ring.tiles.shape[2]
@@ -95,8 +95,8 @@ def fetch(desc, ring, i, pages, tile, col):
 
 @gluon.jit
 def blank_page(ring, i, limit):
-    """Of the i-th tile's values, those from key `limit` to the end of its page become zeros: 0 *
-    NaN is NaN, and nobody wrote them."""
+    """Zeroes the i-th tile's values from key `limit` to the end of its page: those slots may be
+    unwritten, and 0 * NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     PAGE: gl.constexpr = ring.pages.shape[1]
     COUNT: gl.constexpr = ring.tiles.shape[1] // PAGE
@@ -114,7 +114,7 @@ def blank_page(ring, i, limit):
 
 @gluon.jit
 def store_queries(room, call, it, first):
-    """Columns of a block's rows from `first` on into shared memory, zeros past its end."""
+    """Copies columns from `first` on of a block's queries to shared memory; zeros past its end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = gl.arange(0, room.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, room.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -127,7 +127,7 @@ def store_queries(room, call, it, first):
 
 @gluon.jit
 def visible(s, tile, seen):
-    """-inf where a row does not see a key; nothing to do where all see all."""
+    """Sets scores of keys that a row does not see to -inf; no-op if all rows see the tile."""
     TILE: gl.constexpr = s.shape[1]
     if (tile * TILE < seen.all_lo) | (tile * TILE + TILE > seen.all_hi):
         column = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, s.type.layout))
@@ -138,7 +138,7 @@ def visible(s, tile, seen):
 
 @gluon.jit
 def deliver(call, it, M, L, A, r, DEPTH: gl.constexpr):
-    """Rows r to the output, or, as a part, to the scratch, of which DEPTH are fetched at a time."""
+    """Writes rows r to the output or, for a part, to scratch (`arrive`; DEPTH parts per fetch)."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     D: gl.constexpr = A.shape[1]

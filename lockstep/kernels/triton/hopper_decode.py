@@ -1,7 +1,7 @@
 """Attention of few rows per request over paged keys for sm_90, warp-specialised, in the order of
-its twin `attend.py`. A CTA does an item of one kv head: one producer warp keeps a ring of keys and
-values full by TMA, one warpgroup computes transposed, 64 keys by 16 queries an instruction. Head
-size 64 or 128, tiles of 128, pages of 16 to 128 keys, window and sinks; no cap, no tree."""
+its twin `attend.py`. A CTA computes one item of one kv head: a producer warp fills a ring with
+alternating keys and values by TMA; one warpgroup computes transposed, 64 keys by 16 queries per
+MMA. Head size 64 or 128, tiles of 128, pages of 16 to 128; window and sinks, no cap, no tree."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +15,7 @@ MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 
 @gluon.jit
 def producer(call, k_desc, v_desc, ring):
-    """Keys and values of every tile of the item, in turn."""
+    """Fetches every tile of the item: keys as even entries of the ring, values as odd ones."""
     it = softmax.load_item(call, gl.program_id(0) // call.kv_heads, ring.tiles.shape[1])
     col = (gl.program_id(0) % call.kv_heads) * ring.tiles.shape[2]
     pages = hopper.pages_of(call, it, ring.pages.shape[1])
@@ -27,8 +27,8 @@ def producer(call, k_desc, v_desc, ring):
 
 @gluon.jit
 def attend_split(call, it, seen, q, w_room, ring, g, begin, end):
-    """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
-    values."""
+    """Computes tiles [begin, end) of a split; the first one's keys are the ring's g-th entry.
+    Returns maximum in log2 units, sum and weighted values."""
     TILE: gl.constexpr = ring.tiles.shape[1]
     D: gl.constexpr = ring.tiles.shape[2]
     m = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
@@ -58,7 +58,7 @@ def attend_split(call, it, seen, q, w_room, ring, g, begin, end):
 
 @gluon.jit
 def consumer(call, q, w_room, ring):
-    """Scores, weights and values of the item's splits, folded."""
+    """Computes the item's splits, folds them in order and writes the result."""
     TILE: gl.constexpr = ring.tiles.shape[1]
     D: gl.constexpr = ring.tiles.shape[2]
     it = softmax.load_item(call, gl.program_id(0) // call.kv_heads, TILE)
@@ -87,7 +87,7 @@ def decode_kernel(
     c, v_scale, heads, kv_heads, window, causal, q_row8, q_head8, count0, len0, len1,
     D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory, barriers, and who does what."""
+    """Allocates shared memory and barriers; starts the consumer warpgroup and the producer warp."""
     q_room = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], hopper.WIDE)
     w_room = gl.allocate_shared_memory(k_desc.dtype, [ROWS, TILE], hopper.WIDE)
     ring = hopper.make_ring(k_desc.dtype, D, TILE, STAGES, PAGE, 1)

@@ -1,7 +1,7 @@
 """Attention over a latent cache (MLA, rows of 576 whose first 512 columns are the values too) for
-sm_90, warp-specialised, in the order of its twin `attend.py`. One CTA per multiprocessor walks
-items; two warpgroups share a block, each half of a tile's keys and half of the value columns. Tiles
-of 64, pages of 16 to 64 keys; no cap, no tree."""
+sm_90, warp-specialised, in the order of its twin `attend.py`. One CTA per multiprocessor loops over
+items. Two warpgroups share a block: each computes half of a tile's keys and half of the value
+columns. Tiles of 64, pages of 16 to 64 keys; no cap, no tree."""
 
 from collections import namedtuple
 
@@ -14,13 +14,13 @@ from lockstep.kernels.triton import hopper, softmax
 ROWS, TILE, D, REST = gl.constexpr(64), gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-# the consumer's shared memory: queries, weights, and the ring; the other 64 columns beside each
+# consumer's shared memory: queries, weights [64, 64], tiles; `rest`: columns 512 to 575 of each
 Room = namedtuple("Room", "q q_rest w ring rest")
 
 
 @gluon.jit
 def producer(call, work, desc, ring, rest_pages):
-    """Every tile of every item: 512 columns, and the other 64."""
+    """Fetches every tile of every item: 512 and the other 64 columns, under one full barrier."""
     g = 0
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
         it = softmax.load_item(call, n, TILE)
@@ -35,8 +35,8 @@ def producer(call, work, desc, ring, rest_pages):
 
 @gluon.jit
 def attend_split(call, it, seen, room, g, begin, end):
-    """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
-    values."""
+    """Computes tiles [begin, end) of a split; the first is the ring's g-th. Returns maximum in log2
+    units, sum and weighted values."""
     ring = room.ring
     m = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
     l = gl.zeros_like(m)
@@ -63,23 +63,23 @@ def attend_split(call, it, seen, room, g, begin, end):
 
 @gluon.jit
 def packed(o):
-    """A thread's values in runs of four, and those of a warp side by side: how its state lies in
-    memory."""
+    """Rearranges o for global memory, [ROWS * D // 4, 4]: a thread's values in runs of four, the
+    runs of a warp's threads adjacent."""
     x = gl.reshape(o, [4, 2, 8, 2, 32, 4, 2])
     return gl.reshape(gl.permute(x, (4, 3, 0, 2, 5, 1, 6)), [ROWS * D // 4, 4])
 
 
 @gluon.jit
 def unpacked(x):
-    """The values that were `packed`."""
+    """Undoes `packed`: returns [ROWS, D] in the layout VALUES."""
     x = gl.permute(gl.reshape(x, [32, 2, 4, 8, 4, 2, 2]), (2, 5, 3, 1, 0, 4, 6))
     return gl.convert_layout(gl.reshape(x, [ROWS, D]), VALUES)
 
 
 @gluon.jit
 def attend_item(call, it, seen, room, state, g):
-    """The item's splits, folded as they go; between splits the values lie in `state`, where every
-    thread reads what it wrote itself."""
+    """Computes an item, folding its splits in order. Between splits the folded values are in global
+    memory at `state`; each thread reads only what it wrote, so no barrier is needed."""
     M = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
     L = gl.zeros_like(M)
     o = gl.zeros([ROWS, D], gl.float32, layout=VALUES)
@@ -105,7 +105,7 @@ def attend_item(call, it, seen, room, state, g):
 
 @gluon.jit
 def consumer(call, work, room, states):
-    """Scores, weights and values of every item."""
+    """Computes every item of this program."""
     g = 0
     state = states + gl.program_id(0).to(gl.int64) * (ROWS * D)
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
@@ -125,7 +125,7 @@ def latent_kernel(
     c, v_scale, heads, kv_heads, window, causal, work, q_row8, q_head8, count0, len0, len1,
     PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory, barriers, and who does what; of `states`, a program has 64 rows."""
+    """Allocates shared memory and barriers, starts the warps. `states`: [64, D] per program."""
     dtype: gl.constexpr = k_desc.dtype
     q_room = gl.allocate_shared_memory(dtype, [ROWS, D], hopper.WIDE)
     rest_room = gl.allocate_shared_memory(dtype, [ROWS, REST], hopper.WIDE)

@@ -1,8 +1,7 @@
 """Causal prefill and extend over paged keys for sm_90, warp-specialised, in the order of its twin
-`attend.py`. One CTA per multiprocessor walks items (128 query tokens of one head, longest first);
-two consumer warpgroups take 64 rows each, and the scores of a tile are issued with the values of
-the tile before. Head size 64 or 128, tiles of 128, pages of 16 to 128 keys, no window, cap or tree.
-"""
+`attend.py`. One CTA per multiprocessor loops over items (128 query tokens of one head, longest
+first). Each of two consumer warpgroups takes 64 rows and issues Q·Kᵀ of a tile together with P·V of
+the one before. Head size 64 or 128, tiles of 128, pages of 16 to 128; no window, cap or tree."""
 
 from collections import namedtuple
 
@@ -12,16 +11,17 @@ from triton.experimental.gluon.language.nvidia import hopper as nv
 
 from lockstep.kernels.triton import hopper, softmax
 
-# shared memory: queries, rings, whose turn it is, and the states of folds, where outputs are staged
+# shared memory: queries and numerators (`state`) [2, 64, D], rings; `staged` outputs alias `state`.
+# Barriers (who arrives -> who waits): q_full TMA -> consumers, q_empty consumers -> producer,
+# turns[WG] other consumer -> consumer WG, blanked consumer 0 -> consumer 1
 Room = namedtuple("Room", "q q_full q_empty k_ring v_ring turns blanked state staged")
-# what it takes (`softmax.Call`); `group` is query heads of a kv head
+# arguments as in `softmax.Call`; `group`: query heads per kv head
 Call = namedtuple("Call", "items page_ids heads group c v_scale sinks2 count0 len0 len1 out lse")
 
 
 @gluon.jit
 def piece(nth):
-    """The nth piece of this program: forwards and backwards in turn, so that pieces sorted by
-    length are dealt evenly."""
+    """Returns this program's nth piece; the direction alternates, to deal sorted pieces evenly."""
     programs = gl.num_programs(0)
     place = gl.where(nth % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
     return nth * programs + place
@@ -29,8 +29,8 @@ def piece(nth):
 
 @gluon.jit
 def producer(call, work, room, q_desc, k_desc, v_desc):
-    """The copies of every item, as far ahead as there is room. An item's first keys do not wait for
-    the queries of the one before to be done with."""
+    """Starts the copies of all items, as far ahead as the rings allow. An item's first keys are
+    fetched before its queries, which wait until the previous item's have been read."""
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     D: gl.constexpr = room.k_ring.tiles.shape[2]
     PAGE: gl.constexpr = room.k_ring.pages.shape[1]
@@ -57,7 +57,7 @@ def producer(call, work, room, q_desc, k_desc, v_desc):
 
 @gluon.jit
 def causal(s, tile, pos):
-    """-inf where a key lies behind the row."""
+    """Sets the scores of keys after the row's own position to -inf."""
     TILE: gl.constexpr = s.shape[1]
     column = gl.arange(0, TILE, layout=gl.SliceLayout(0, s.type.layout))
     return gl.where(column[None, :] <= (pos - tile * TILE)[:, None], s, float("-inf"))
@@ -65,7 +65,7 @@ def causal(s, tile, pos):
 
 @gluon.jit
 def begin_scores(room, i, pos, WG: gl.constexpr):
-    """Issues the scores of the i-th tile of all, in this warpgroup's turn."""
+    """Waits for the i-th tile's keys and this warpgroup's turn, and issues Q·Kᵀ."""
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     SCORES: gl.constexpr = pos.type.layout.parent
     zero = gl.zeros([64, TILE], gl.float32, layout=SCORES)
@@ -76,8 +76,8 @@ def begin_scores(room, i, pos, WG: gl.constexpr):
 
 @gluon.jit
 def step(room, o, p, m, l, c, i, tile, pos, FRESH, MASK, WG):
-    """Scores of this tile, the i-th of all, and values of the one before, together; then this
-    tile's weights. FRESH: it begins a split, so that the values stay as they are."""
+    """Issues Q·Kᵀ of this tile, the program's i-th, with P·V of the one before; then computes this
+    tile's weights. FRESH: the tile begins a split, so m and l restart and o is not rescaled."""
     s_token = begin_scores(room, i, pos, WG)
     o_token = nv.warpgroup_mma(p, hopper.arrived(room.v_ring, i - 1), o, is_async=True)
     nv.mbarrier.arrive(room.turns.index(1 - WG))
@@ -99,8 +99,8 @@ def step(room, o, p, m, l, c, i, tile, pos, FRESH, MASK, WG):
 
 @gluon.jit
 def last_values(room, o, p, i, nth, tiles, hi_all, WG: gl.constexpr):
-    """Values of the last tile, the i-th of all, of this program's nth item. The first warpgroup
-    blanks for both. Nobody is an item ahead: queries are the next one's when both are here."""
+    """Adds P·V of the nth item's last tile, the i-th of all. Warpgroup 0 zeroes unseen values for
+    both. Neither is an item ahead: the next queries load when both have arrived at q_empty."""
     if hi_all % room.v_ring.pages.shape[1] != 0:
         hopper.arrived(room.v_ring, i)
         if WG == 0:
@@ -118,8 +118,8 @@ def last_values(room, o, p, i, nth, tiles, hi_all, WG: gl.constexpr):
 
 @gluon.jit
 def attend_item(call, it, room, g, nth, tiles, full, pos, WG: gl.constexpr):
-    """All splits of an item, folded as they go; a split's first scores are under way with the
-    values of the last tile of the one before. Returns maximum, sum and values."""
+    """Computes an item, folding its splits in order; a split's first Q·Kᵀ is issued with the last
+    P·V of the split before. Returns the folded maximum, sum and weighted values."""
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     D: gl.constexpr = room.k_ring.tiles.shape[2]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -164,8 +164,8 @@ def attend_item(call, it, room, g, nth, tiles, full, pos, WG: gl.constexpr):
 
 @gluon.jit
 def consumer(call, work, room, WG: gl.constexpr):
-    """Rows [64 * WG, 64 * WG + 64) of every item. A block's rows are consecutive, and the last one
-    sees all its keys. At last sink, division, scale, one rounding, store."""
+    """Computes rows [64 * WG, 64 * WG + 64) of every item, and finishes and stores them. Rows of a
+    block are consecutive tokens, so the last one's position is it.hi - 1."""
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     D: gl.constexpr = room.k_ring.tiles.shape[2]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -203,7 +203,7 @@ def prefill_kernel(
     count0, len0, len1,
     D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory, barriers, and who does what."""
+    """Allocates shared memory and barriers; starts two consumer warpgroups and a producer warp."""
     FOLD: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     q = gl.allocate_shared_memory(q_desc.dtype, [2, 64, D], hopper.WIDE)
     keys = hopper.make_ring(q_desc.dtype, D, TILE, STAGES, PAGE, 2)

@@ -1,6 +1,6 @@
-"""Which program does what: a step's rows cut into blocks of at most `rows` flat rows (token * group
-+ head within the group) of one request, and blocks into items, one per split or one for all. On the
-host; changes no bit."""
+"""Divides the work of a step among programs: rows into blocks of at most `block_rows` flat rows
+(token * group + head within the group) of one request, and blocks into items, one per split or one
+for all splits. Runs on the host; changes no bit."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,29 +13,29 @@ from lockstep.order import Splits
 from lockstep.plan.check import loop
 from lockstep.types import INT32_MAX
 
-ITEM = 12  # int32 per item: page entry, rows [begin, end), positions [lo, hi) that they see, splits
-# [begin, end), its block's first row of parts, which of them it is and how many there are, its
-# block, where listed positions begin
+ITEM = 12  # int32 per item: page entry, flat rows [begin, end), positions [lo, hi) that they see,
+# splits [begin, end), first scratch row of its block's parts, index and count of parts, index of
+# its block, first listed position
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
 class Rows(NamedTuple):
-    """What a step's rows see, per token, and where their requests' pages begin."""
+    """What each token of a step sees, and where each request's pages begin."""
 
     q_indptr: Ints  # [B+1]
     lo: Ints  # [T] a row sees positions lo <= p < hi
     hi: Ints  # [T]
     start: Ints  # [T] listed positions begin here; at or above hi for a plain row
-    page_entry: Ints  # [B] entry of position 0 in page_ids, were it there
+    page_entry: Ints  # [B] index in page_ids that position 0 has, or would have if still there
 
 
 def items(
     rows: Rows, requests: Longs, group: int, block_rows: int, splits: Splits, parts: Flags
 ) -> tuple[Ints, int, int]:
-    """The items of `requests` [N, ITEM], longest first: one per block or, where `parts` says so of
-    a request, one per block and split; with rows of parts and blocks, which are per kv head."""
+    """Returns the items [N, ITEM] of `requests`, longest first: one per block or, where `parts` is
+    set, one per block and split; then the scratch rows of parts and the blocks, per kv head."""
     count = int(splits.index(int(rows.hi.max(initial=0)))) + 2
     edges = begins(splits, count)
     lens = (rows.q_indptr[requests + 1] - rows.q_indptr[requests]) * group
@@ -48,13 +48,13 @@ def items(
 
 @cache
 def begins(splits: Splits, count: int) -> Longs:
-    """Of so many splits."""
+    """Returns the first positions of splits 0 to count - 1."""
     return np.asarray(splits.begin(np.arange(count)), np.int64)
 
 
 @cache
 def compiled() -> Any:
-    """`cut`, from Numba's cache or compiled now: a step of few rows is a hundred calls of numpy."""
+    """Returns `cut`, compiled or from Numba's cache: numpy takes a hundred calls for few rows."""
     n, ints = types.int64, types.Array(types.int32, 1, "C", readonly=True)
     longs, flags = [types.Array(kind, 1, "C", readonly=True) for kind in (n, types.boolean)]
     table, work = types.Array(types.int32, 2, "C"), types.Array(n, 1, "C")
@@ -65,9 +65,9 @@ def compiled() -> Any:
 def cut(
     rows: Any, requests: Any, parts: Any, edges: Any, group: int, size: int, table: Any, work: Any
 ) -> Any:
-    """Fills the table with blocks of at most `size` rows, and beside it how much each item has to
-    do. `edges` are the begins of all splits. Returns how many items, rows of parts and blocks there
-    are."""
+    """Fills `table` with the items of blocks of at most `size` rows, and `work` with the positions
+    each item covers. `edges`: first positions of all splits. Returns the numbers of items, rows of
+    parts, and blocks."""
     q_indptr, lo, hi, start, page_entry = rows
     made = part_rows = blocks = 0
     for k in range(len(requests)):

@@ -1,13 +1,13 @@
-"""A row's softmax on a GPU, in pieces that every attention kernel shares, plain Triton and Gluon:
-scores to weights, row sum, fold; what the rows of an item see, and where they go: to the output,
-or, as a part of their block, to the scratch, where the last of the block to arrive folds all parts.
+"""The softmax of attention rows on a GPU, shared by all attention kernels, plain Triton and Gluon:
+scores to weights, row sum, fold; which keys the rows of an item see; and where their state goes: to
+the output or, if a block is split into parts, to scratch, where its last part to arrive folds all.
 
-Each piece is written so that its bits do not depend on the launch shape (`docs/numerics.md`): fma
-where one rounding is meant, the rescale from the difference of maxima, row sums whose every level
-adds exactly two numbers. Kernels are compiled with `enable_fp_fusion=False`, so what is written as
-a product and a sum stays two roundings. Rows lie along axis 0. A Gluon kernel compiles the same
-text; only there tensors have layouts, which are taken from a tensor at hand, so that a transposed
-view computes the other way round.
+Each function's bits are independent of the launch shape (`docs/numerics.md`): fma where one
+rounding is meant, the rescale from the difference of maxima, row sums whose every level adds
+exactly two numbers. Kernels are compiled with `enable_fp_fusion=False`, so a product and a sum that
+are written apart stay two roundings. Rows are along axis 0. Gluon kernels compile the same source;
+only there tensors have layouts, which are taken from an argument, so that a transposed view is
+computed transposed.
 """
 
 from collections import namedtuple
@@ -18,29 +18,29 @@ from triton.experimental.gluon import language as gl
 
 LN2 = tl.constexpr(0.6931471805599453)
 TWO_LOG2E = tl.constexpr(2.8853900817779268)
-NUMBERS = (  # arguments whose values make no variants of a kernel
+NUMBERS = (  # integer arguments whose values Triton does not specialise kernels on
     "heads", "kv_heads", "group", "window", "causal", "work", "count0", "len0", "len1",
     "page_size", "page_mul", "page_shift",
     "q_row8", "q_head8", "k_row8", "k_head8", "v_row8", "v_head8",
 )  # fmt: skip
 
-# what every kernel but the prefill takes: queries with their strides, items, what rows see and how
-# it is scored, the split rule (count0 splits of len0, then len1 each), where rows go, the scratch
+# arguments of every kernel but the prefill: queries and their strides, items, what rows see and how
+# scores are scaled, the split rule (count0 splits of len0, then of len1), outputs, scratch
 Call = namedtuple(
     "Call",
     "q q_row8 q_head8 items positions page_ids heads kv_heads window causal c v_scale sinks2 "
     "count0 len0 len1 out lse part_ml part_acc counters",
 )
-# its place in the table, the page entry of position 0, were it there, rows [row_begin, row_end),
-# positions [lo, hi) that they see, splits [split, split_end) and tiles [begin, end) of them
+# pointer into the table; index in page_ids that position 0 has or would have; flat rows [row_begin,
+# row_end); positions [lo, hi) that they see; splits [split, split_end), tiles [begin, end) of these
 Item = namedtuple("Item", "row entry row_begin row_end lo hi split split_end begin end")
-# positions [lo, hi) that each row sees, and [all_lo, all_hi) that all rows of an item see
+# positions [lo, hi) that each row sees, and [all_lo, all_hi) that every row of the item sees
 Seen = namedtuple("Seen", "lo hi all_lo all_hi")
 
 
 @triton.jit
 def index(like, AXIS: tl.constexpr):
-    """The numbers of the rows (0) or columns (1) of `like` [R, C]."""
+    """Returns the row (AXIS 0) or column (AXIS 1) indices of `like` [R, C], in its layout."""
     if hasattr(like.type, "layout"):
         return gl.arange(0, like.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, like.type.layout))
     else:
@@ -49,7 +49,7 @@ def index(like, AXIS: tl.constexpr):
 
 @triton.jit
 def beside(x, like):
-    """x [R] where the rows of `like` [R, C] are."""
+    """Returns x [R] in the layout of the rows of `like` [R, C]."""
     if hasattr(like.type, "layout"):
         x = gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))
     return x
@@ -57,7 +57,7 @@ def beside(x, like):
 
 @triton.jit
 def spread(x, like):
-    """x [R] over the columns of `like` [R, C]."""
+    """Broadcasts x [R] over the columns of `like` [R, C]; returns [R, 1] in plain Triton."""
     x = beside(x, like)[:, None]
     if hasattr(like.type, "layout"):
         x = x + gl.zeros_like(like)
@@ -66,8 +66,8 @@ def spread(x, like):
 
 @triton.jit
 def row_sum(p):
-    """Sum over a tile, two by two. Column 8k + 2t + b: first the pairs b, then k, neighbours first,
-    then t."""
+    """Sums each row of a tile [R, TILE] by adding pairs. Of column 8k + 2t + b first b is reduced,
+    then k, neighbours first, then t."""
     ROWS: tl.constexpr = p.shape[0]
     TILE: tl.constexpr = p.shape[1]
     x = tl.sum(tl.reshape(p, [ROWS, TILE // 8, 4, 2]), 3)
@@ -79,7 +79,7 @@ def row_sum(p):
 
 @triton.jit
 def tanh(x):
-    """tanh by exp2 of a negative number: no overflow, one division."""
+    """Returns tanh x from exp2 of a negative number: no overflow, one division."""
     t = tl.exp2(tl.abs(x) * -TWO_LOG2E)
     y = tl.div_rn(1.0 - t, 1.0 + t)
     return tl.where(x < 0.0, -y, y)
@@ -87,14 +87,14 @@ def tanh(x):
 
 @triton.jit
 def log2_units(m, c):
-    """A maximum of raw scores times c: an fma, so that no kernel contracts it with what follows."""
+    """Returns m · c, a maximum in log2 units; an fma, so that no add is contracted with it."""
     return tl.fma(m, c, 0.0)
 
 
 @triton.jit
 def weigh(x, m, c, DEAD: tl.constexpr):
-    """Scores x of a tile to weights, the rescale of what was before, and the new maximum. DEAD: a
-    row may have seen nothing yet."""
+    """Turns scores x [R, TILE] into weights. Returns them, the factor [R] of the earlier state, and
+    the new maximum [R]. DEAD: a row may not have seen a key yet (m = -inf)."""
     m_new = tl.maximum(m, tl.max(x, 1))
     base = m_new
     if DEAD:
@@ -105,14 +105,14 @@ def weigh(x, m, c, DEAD: tl.constexpr):
 
 @triton.jit
 def add_up(l, alpha, p):
-    """The sum so far, rescaled, and a tile's weights."""
+    """Returns l · alpha + the row sums of a tile's weights p."""
     return tl.fma(l, alpha, row_sum(p))
 
 
 @triton.jit
 def fold(M, L, A, m, l, a):
-    """Adds the state (m, l, a) of a split to the total (M, L, A). Maxima in log2 units; a state
-    that saw nothing adds nothing."""
+    """Folds the state (m, l, a) of a split into the total (M, L, A): maximum [R] in log2 units, sum
+    [R], weighted values [R, D]. A state that saw no key changes nothing."""
     top = tl.maximum(M, m)
     base = tl.where(top == float("-inf"), 0.0, top)
     x = tl.exp2(M - base)
@@ -122,8 +122,8 @@ def fold(M, L, A, m, l, a):
 
 @triton.jit
 def finish(M, L, A, sink2, v_scale):
-    """The sink as one more fold, one division and the scale per row, one product per value; never
-    -0. Returns the output and the natural log of the denominator."""
+    """Folds the sink, divides and scales once per row, and multiplies every value; no result is -0.
+    Returns the output and the natural log of the denominator."""
     top = tl.maximum(M, sink2)
     base = tl.where(top == float("-inf"), 0.0, top)
     x = tl.exp2(M - base)
@@ -137,14 +137,14 @@ def finish(M, L, A, sink2, v_scale):
 
 @triton.jit
 def split_begin(s, call):
-    """Where split s begins."""
+    """Returns the first position of split s."""
     first = tl.minimum(s, call.count0)
     return first * call.len0 + (s - first) * call.len1
 
 
 @triton.jit
 def load_item(call, n, TILE: tl.constexpr):
-    """The n-th item."""
+    """Loads the n-th item of the table."""
     row = call.items + n * 12
     row_begin, row_end = tl.load(row + 1), tl.load(row + 2)
     lo, hi = tl.load(row + 3), tl.load(row + 4)
@@ -156,7 +156,7 @@ def load_item(call, n, TILE: tl.constexpr):
 
 @triton.jit
 def rows_of(call, it, r):
-    """Tokens and heads of rows r of an item, and which of them there are."""
+    """Returns the tokens and query heads of rows r of an item, and a mask of those that exist."""
     group = call.heads // call.kv_heads
     f = it.row_begin + r
     head = (tl.program_id(0) % call.kv_heads) * group + f % group
@@ -165,7 +165,7 @@ def rows_of(call, it, r):
 
 @triton.jit
 def seen_by(call, it, r):
-    """What rows r of an item see; nothing past the block's end."""
+    """Returns what rows r of an item see; rows past its end see nothing."""
     group = call.heads // call.kv_heads
     f = it.row_begin + r
     last = tl.load(call.positions + f // group, mask=f < it.row_end, other=-1)
@@ -179,7 +179,7 @@ def seen_by(call, it, r):
 
 @triton.jit
 def write_rows(call, it, M, L, A, r, D_V: tl.constexpr):
-    """Rows r of a block: sink, division, scale, one rounding, store."""
+    """Finishes rows r of a block (sink, division, scale, one rounding) and stores out and lse."""
     token, head, real = rows_of(call, it, r)
     sink2 = tl.load(call.sinks2 + head, mask=real, other=float("-inf"))
     y, ln = finish(M, L, A, sink2, call.v_scale)
@@ -193,8 +193,8 @@ def write_rows(call, it, M, L, A, r, D_V: tl.constexpr):
 
 @triton.jit
 def fold_parts(call, it, part, parts, fresh, D_V: tl.constexpr, DEPTH: tl.constexpr):
-    """The parts of a block, folded in ascending order, as many rows at a time as the state `fresh`
-    has. DEPTH parts are fetched at a time; one past the end adds nothing."""
+    """Folds the parts of a block from scratch in ascending order and writes its rows, as many rows
+    at a time as the empty state `fresh` has. Loads DEPTH parts at a time; a missing one adds 0."""
     zeros = fresh[2]
     d = index(zeros, 1)
     rows = it.row_end - it.row_begin
@@ -216,8 +216,8 @@ def fold_parts(call, it, part, parts, fresh, D_V: tl.constexpr, DEPTH: tl.conste
 
 @triton.jit
 def arrive(call, it, m, l, a, r, parts, fresh, D_V: tl.constexpr, DEPTH: tl.constexpr):
-    """The state of rows r of one part into the scratch; the last of its block to arrive folds all
-    parts."""
+    """Stores the state of rows r of one part in scratch; the block's last program to arrive at its
+    counter folds all parts."""
     rows = it.row_end - it.row_begin
     kv_head = tl.program_id(0) % call.kv_heads
     part = tl.load(it.row + 7) * call.kv_heads + kv_head * parts * rows
@@ -229,7 +229,7 @@ def arrive(call, it, m, l, a, r, parts, fresh, D_V: tl.constexpr, DEPTH: tl.cons
     r = index(a, 0)
     at = (first + r).to(tl.int64)[:, None] * a.shape[1] + index(a, 1)[None, :]
     tl.store(call.part_acc + at, a, mask=(it.row_begin + r < it.row_end)[:, None])
-    tl.debug_barrier()  # every thread's part is written before one of them says so
+    tl.debug_barrier()  # all threads have stored before one of them increments the counter
     counter = call.counters + tl.load(it.row + 10) * call.kv_heads + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
         tl.store(counter, 0)  # ready for the next launch
