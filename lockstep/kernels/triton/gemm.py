@@ -1,11 +1,11 @@
-"""GEMM in the canonical order: y = x Wᵀ, K walked in ascending steps of 16 into one float32
-accumulator, one rounding at the end.
+"""GEMM in the canonical order: y = x Wᵀ, accumulated over K in ascending steps of 16 into one
+float32 accumulator, rounded once at the end.
 
-`Tile` is what may be chosen freely: it changes speed, never bits. N and K are compiled in, the rows
-are a run-time value, so a lone request has the same binary as a full batch. A bias is not fused
-(cuBLAS would round it otherwise): `rowwise.add_bias` adds it. The walk over K is stated once, in
-`product`, which `moe.py` calls too. Knows tensors; knows no layers and no table. Called by
-`gemm_choice.py`, by the op table, by the tests and by the benchmark.
+A `Tile` may be chosen freely: it changes speed, never bits. N and K are compile-time constants, the
+number of rows is a run-time value, so a single request runs the same binary as a full batch. A bias
+is not fused (cuBLAS would round it differently): `rowwise.add_bias` adds it. The loop over K is
+written once, in `product`, which `moe.py` calls too. Knows tensors, but no layers and no table.
+Called by `gemm_choice.py`, the op table, tests and benchmarks.
 """
 
 from dataclasses import dataclass
@@ -31,20 +31,20 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """Short: rows x columns x depth, warps, stages, group."""
+        """The tile as a string: t rows x columns x depth, w warps, s stages, g group."""
         shape = f"{self.rows}x{self.columns}x{self.depth}"
         return f"t{shape}w{self.warps}s{self.stages}g{self.group}"
 
     @property
     def constants(self) -> dict[str, Any]:
-        """As every GEMM kernel takes it."""
+        """The keyword arguments that every GEMM kernel takes."""
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
         return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth} | options
 
 
 @triton.jit
 def weight_rows(w, first, column, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to rows first + column of w [.., K]; columns past N read the last one."""
+    """Returns pointers to rows first + column of w [.., K]; columns past N give the last one."""
     if N % COLUMNS != 0:
         column = tl.minimum(column, N - 1)
     return w + (first + column.to(tl.int64)) * K
@@ -52,8 +52,8 @@ def weight_rows(w, first, column, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def product(x_row, w_row, there, K: tl.constexpr, DEPTH: tl.constexpr):
-    """float32 [rows, columns] of rows at x_row [rows], zeros where not `there`, and at w_row
-    [columns]: K in ascending steps."""
+    """Multiplies rows at pointers x_row [rows], zeros where not `there`, by rows at w_row
+    [columns], over K in ascending steps. Returns float32 [rows, columns]."""
     k = tl.arange(0, DEPTH)
     x_at = x_row[:, None] + k[None, :]
     w_at = w_row[None, :] + k[:, None]
@@ -73,9 +73,9 @@ def product(x_row, w_row, there, K: tl.constexpr, DEPTH: tl.constexpr):
 def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, BATCH: tl.constexpr,
                 X_BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                 DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """One tile of y [rows, N], or of one b of y [rows, BATCH, N]: GROUP row tiles of a column tile,
-    then the next column tile. Rows of x at x_stride * 8 elements, each b at X_BATCH * 8; w and y
-    contiguous."""
+    """Computes one tile of y [rows, N] or of y[:, b] of [rows, BATCH, N], scheduled as GROUP row
+    tiles of a column tile, then the next column tile. Strides of x: rows x_stride * 8 elements,
+    batches X_BATCH * 8; w and y are contiguous."""
     if BATCH > 1:
         batch = tl.program_id(1).to(tl.int64)
         x += batch * X_BATCH * 8
@@ -93,23 +93,23 @@ def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, BATCH
 
 
 def require(held: bool, rule: str, *tensors: Tensor) -> None:
-    """Raises with the shape, strides and dtype of every tensor if a rule does not hold."""
+    """Raises RuleError with dtype, shape and strides of every tensor if a rule is not met."""
     if not held:
         got = ", ".join(f"{t.dtype} {tuple(t.shape)} strides {t.stride()}" for t in tensors)
         raise RuleError(rule, got, "Pass such tensors")
 
 
 def row_stride(x: Tensor, name: str, axis: int = 0) -> int:
-    """The stride of rows, or along another axis, in units of 8 elements, as the kernels take it:
-    16-byte loads are then always aligned."""
+    """Returns the stride along an axis in units of 8 elements, as kernels take it, so that 16-byte
+    loads are always aligned. Raises RuleError if it is no multiple of 8."""
     held = x.stride(-1) == 1 and (x.stride(axis) % 8 == 0 or x.shape[axis] <= 1)
     require(held, f"{name} has contiguous rows at multiples of 8 elements", x)
     return x.stride(axis) // 8
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
-    """y [rows, N] = x [rows, K] · w [N, K] transposed, by our kernel with that tile; or that for
-    every b of x [rows, batch, K], w [batch, N, K], y [rows, batch, N]. Returns y."""
+    """Computes y [rows, N] = x [rows, K] · w [N, K]ᵀ with our kernel; or, batched, the same for
+    each b of x [rows, batch, K], w [batch, N, K], y [rows, batch, N]. Returns y."""
     (rows, *batch, k), n = x.shape, w.shape[-2]
     fits = w.shape == (*batch, n, k) and y.shape == (rows, *batch, n)
     alike = x.dtype == w.dtype == y.dtype

@@ -1,6 +1,6 @@
-"""Launches attention: which launch shape serves which requests, by lengths and head sizes, and a
-kernel's arguments by name. A shape changes speed, never bits; the figures behind the choice are in
-`docs/performance.md`. Knows tensors and what rows see, and no plan."""
+"""Launches attention: chooses a launch shape for every request, by lengths and head sizes, and
+passes a kernel its arguments by name. A shape changes speed, never bits; `docs/performance.md` has
+the measurements. Knows tensors and what rows see, but no plan."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +15,11 @@ from lockstep.order import AttentionOrder, stored_len
 from lockstep.plan.build import power
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
-FEW = 16  # rows (token, head) of a request that still make one small block
+FEW = 16  # most flat rows (token, head) of a request that are computed as one small block
 PROGRAMS = 264  # two per multiprocessor: fewer whole blocks than this are split over programs
-WHOLE = 1.05  # times a multiprocessor's share of all keys: a request up to this is not split
-TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
-PREFILL_ITEMS = 100  # of those, fewer are left to the plain kernel
+WHOLE = 1.05  # a request is split if it has more than this times a multiprocessor's share of keys
+TOKENS = 96  # fewest new rows of a request that use the prefill kernel's blocks of 128 tokens
+PREFILL_ITEMS = 100  # with fewer such items, the plain kernel computes them
 
 Arguments = dict[str, Any]  # of kernels, by name
 
@@ -30,18 +30,18 @@ class Tuning:
 
     rows: int  # flat rows (token, head) per block
     warps: int
-    stages: int  # tiles in flight; the warp-specialised kernels count those of head size 128
-    parts: bool  # a program per split, folded by the last to arrive
-    fold_rows: int = 4
-    registers: int | None = None  # at most so many per thread
+    stages: int  # tiles in flight; in the warp-specialised kernels, for head size 128
+    parts: bool  # one program per split, the last to arrive folds them; a default, see `choose`
+    fold_rows: int = 4  # rows that are folded together
+    registers: int | None = None  # most registers per thread
     # "plain" (attend.py), or a warp-specialised twin: "prefill" (blocks of 128 tokens of one head),
     # "decode" (16 rows), "latent" (64 rows)
     kernel: str = "plain"
 
 
 def few(spec: GroupSpec, tree: bool = False) -> Tuning:
-    """One small block per request and kv head, a program per split. A tree's second loop needs
-    twice the registers."""
+    """Returns the shape for one small block per request and kv head, a program per split. Trees
+    need twice the registers for a second loop, so twice the warps."""
     if narrow(spec):
         return some(spec, tree)
     warps = 8 if tree else 4
@@ -53,7 +53,7 @@ def few(spec: GroupSpec, tree: bool = False) -> Tuning:
 
 
 def some(spec: GroupSpec, tree: bool = False) -> Tuning:
-    """Blocks of 64 rows, a program per split."""
+    """Returns the shape for blocks of 64 rows, a program per split."""
     if tree and spec.d_v > 128 and not narrow(spec):
         return few(spec, tree)
     if spec.d_v > 256:
@@ -63,7 +63,7 @@ def some(spec: GroupSpec, tree: bool = False) -> Tuning:
 
 
 def many(spec: GroupSpec, tree: bool = False) -> Tuning:
-    """Whole blocks, folded as they go; a tree is always parts."""
+    """Returns the shape for whole blocks, one program for all splits; trees are always split."""
     if tree or (spec.d_v > 256 and narrow(spec)):
         return some(spec, tree)
     if spec.d_v > 256:
@@ -76,8 +76,8 @@ def many(spec: GroupSpec, tree: bool = False) -> Tuning:
 
 
 def narrow(spec: GroupSpec) -> bool:
-    """Keys of one byte: blocks under 64 rows would use mma.sync, whose operands, widened in
-    registers, are regrouped along K."""
+    """Returns whether keys have one byte. Then blocks have at least 64 rows, which use wgmma: in
+    smaller ones mma.sync would regroup operands widened in registers along K."""
     return spec.kv_dtype == "float8_e4m3"
 
 
@@ -85,12 +85,11 @@ DECODE = Tuning(rows=16, warps=4, stages=3, parts=True, registers=128, kernel="d
 PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")
 LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
 
-Choice = tuple[Tuning, Longs, Flags]  # requests, and which are split
+Choice = tuple[Tuning, Longs, Flags]  # a shape, its requests, and which of them are split
 
 
 def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
-    """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they
-    know."""
+    """Returns whether the warp-specialised kernels support a group's sizes, dtype and features."""
     dense = spec.layout in (Layout.DENSE, Layout.CROSS) and spec.d_qk == spec.d_v
     latent = spec.layout is Layout.LATENT and (spec.d_qk, spec.d_v) == (576, 512)
     return (
@@ -104,14 +103,13 @@ def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
 
 
 def group_of(spec: GroupSpec, tuning: Tuning) -> int:
-    """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of
-    one head."""
+    """Returns how many query heads share a block: all of a kv head; in the prefill kernel one."""
     return 1 if tuning.kernel == "prefill" else spec.group_size
 
 
 def split_up(spec: GroupSpec, rows: Rows, requests: Longs, tuning: Tuning) -> Choice:
-    """Requests of which those are split over programs that have more keys than a multiprocessor's
-    share of all that is read, so that one would be busy when the others are done."""
+    """Marks requests to split over programs: those with more keys than a multiprocessor's share of
+    all keys read, which would keep one busy after the others are done."""
     first, end = rows.q_indptr[requests], rows.q_indptr[requests + 1]
     keys = (rows.hi[end - 1] - rows.lo[first]).astype(np.int64)
     blocks = -(-((end - first) * spec.group_size) // tuning.rows) * spec.kv_heads
@@ -121,14 +119,14 @@ def split_up(spec: GroupSpec, rows: Rows, requests: Longs, tuning: Tuning) -> Ch
 def choose(
     spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, order: AttentionOrder
 ) -> list[Choice]:
-    """Launch shapes, the requests each serves, and which of those are split over programs.
-    `hopper`: the warp-specialised kernels may be used."""
+    """Returns launch shapes, the requests that each computes, and which of those are split over
+    programs. `hopper`: the warp-specialised kernels may be used."""
     hopper = hopper and serves(spec, tree, order)
     lens = np.diff(rows.q_indptr).astype(np.int64)
     if hopper and spec.layout is Layout.LATENT:
         return [split_up(spec, rows, np.flatnonzero(lens), LATENT)]
     flat = lens * spec.group_size
-    if hopper and len(flat) and 0 < flat.min() and flat.max() <= FEW:  # all there is to most steps
+    if hopper and len(flat) and 0 < flat.min() and flat.max() <= FEW:  # most steps
         return [split_up(spec, rows, np.arange(len(flat)), DECODE)]
     small = (lens > 0) & (flat <= FEW)
     long = (lens >= TOKENS) & ~small & (hopper and spec.causal and spec.window is None)
@@ -147,16 +145,16 @@ def choose(
 
 
 def alike(tuning: Tuning, mask: Flags) -> Choice:
-    """Requests that are all split over programs, or none of them."""
+    """Returns the masked requests, all split over programs or none, as the shape says."""
     requests = np.flatnonzero(mask)
     return tuning, requests, np.full(len(requests), tuning.parts)
 
 
 def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool) -> Arguments:
-    """What kernels are told of a group; `tree`: rows may name keys one by one. Still to come: int32
-    tensors of the plan's image, positions, start [T], tail_indptr [T+1], tail_slots and page_ids;
-    how a layer scores (c, pre, v_scale, sinks2, CAP); `scratch`; and its tensors: q [T, heads,
-    d_qk], k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], out [T, heads, d_v], lse [T, heads].
+    """Returns the arguments that depend on a group only; `tree`: rows may list keys. The caller
+    adds the plan's int32 tensors: positions, start [T], tail_indptr [T+1], tail_slots, page_ids;
+    scoring constants of a layer (c, pre, v_scale, sinks2, CAP); `scratch`; and q [T, heads, d_qk],
+    k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], out [T, heads, d_v], lse [T, heads].
     """
     d_qk, d_v = stored_len(spec.d_qk), stored_len(spec.d_v)
     first, rest = pieces(d_qk)
@@ -172,8 +170,8 @@ def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool
 
 
 def scratch(part_rows: int, counters: int, width: int, device: torch.device) -> Arguments:
-    """Room for `part_rows` rows of parts, `width` values each, and, for a latent cache, the state
-    of every program. Counters are zero before and after every launch."""
+    """Allocates scratch: `part_rows` rows of parts, `width` values each; for a latent cache also
+    the state of every program. Counters are zero before and after every launch."""
     rows = max(part_rows, 1)
     states = 64 * multiprocessors(device) if width > 256 else 0
     return {
@@ -185,8 +183,8 @@ def scratch(part_rows: int, counters: int, width: int, device: torch.device) -> 
 
 
 def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
-    """One launch over the items of `table`. A kernel takes what it has names for: one that takes
-    `work` walks it with a program per multiprocessor, others have a program for each of it."""
+    """Launches one kernel over the items of `table` with the arguments it names. With `work` it has
+    one program per multiprocessor, each looping over items; else one per item and kv head."""
     kernel, programs = kernels()[tuning.kernel], len(table) * known["kv_heads"]
     known = known | {"items": table, "STAGES": tuning.stages * 128 // known["D"]}
     known |= {"PART": tuning.parts, "ROWS": tuning.rows, "FOLD_ROWS": tuning.fold_rows}
@@ -216,7 +214,7 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
 
 @cache
 def kernels() -> dict[str, Any]:
-    """By the name that a tuning has for them."""
+    """Returns the kernels by `Tuning.kernel`."""
     from lockstep.kernels.triton import attend, hopper_decode, hopper_latent, hopper_prefill
 
     return {
@@ -228,7 +226,7 @@ def kernels() -> dict[str, Any]:
 
 
 def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
-    """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
+    """Returns a TMA descriptor of a tensor of rows, copied in boxes of `rows` by `columns`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from lockstep.kernels.triton.hopper import WIDE
@@ -237,8 +235,8 @@ def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
 
 
 def pieces(d_qk: int) -> tuple[int, int]:
-    """A head size as one or two powers of two, walked one after the other: 128 = 128 + 0, 192 = 128
-    + 64, 576 = 512 + 64."""
+    """Splits a head size into one or two powers of two, computed one after the other: 128 = 128 +
+    0, 192 = 128 + 64, 576 = 512 + 64."""
     first = max(16, 1 << (d_qk.bit_length() - 1))
     if d_qk <= first:
         return first, 0
@@ -246,14 +244,14 @@ def pieces(d_qk: int) -> tuple[int, int]:
 
 
 def divider(page_size: int) -> tuple[int, int]:
-    """(mul, shift): p // page_size == (2 * p * mul >> 32) >> shift for every 0 <= p < 2**31, and
+    """Returns (mul, shift) with p // page_size == (2 * p * mul >> 32) >> shift for 0 <= p < 2**31;
     mul fits in 32 bits."""
     shift = (page_size - 1).bit_length()
     return -(-(1 << (31 + shift)) // page_size), shift
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the card; 1 where there is none."""
+    """Returns the GPU's number of multiprocessors, 1 for other devices."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

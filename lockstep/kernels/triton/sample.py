@@ -1,8 +1,8 @@
-"""Tokens and log-probabilities on the GPU with the CPU's bits: the formulas of
+"""Samples tokens and computes log-probabilities on the GPU with the CPU's bits, by the formulas of
 `sample/formulas.py`. Scores are compared as integers, weights are integers in units of 2^-FRACTION,
 noise and logarithms are single IEEE operations in float64: sums and maxima have no order, so a row
-is cut into parts. Called through the table of operations, `lockstep/ops.py`, which says what the
-numbers of a row are: `floats`, temperature, top-p, ln of min-p; `ints`, top-k, position, index, two
+is divided among PARTS programs. Called through the table of operations (`lockstep/ops.py`). A row's
+numbers: `floats` are temperature, top-p, ln of min-p; `ints` are top-k, position, index, and two
 words of the seed."""
 
 from types import FunctionType
@@ -18,41 +18,41 @@ from lockstep.sample import formulas as cpu
 ID_BITS, ID_MASK, FARTHEST = map(tl.constexpr, (cpu.ID_BITS, cpu.ID_MASK, cpu.FARTHEST))
 OK, NAN, INFINITE, EMPTY = map(tl.constexpr, (cpu.OK, cpu.NAN, cpu.INFINITE, cpu.EMPTY))
 KEY_INF, KEY_MINUS_INF = tl.constexpr(cpu.KEY_INF), tl.constexpr(cpu.KEY_MINUS_INF)
-KEY_NAN = tl.constexpr(0x7FFFFFFF)  # above all others, whatever a NaN's bits
-DIGIT, BINS = tl.constexpr(11), tl.constexpr(1 << 11)  # bits of a rank that are found at a time
+KEY_NAN = tl.constexpr(0x7FFFFFFF)  # the key of every NaN, above all other keys
+DIGIT, BINS = tl.constexpr(11), tl.constexpr(1 << 11)  # bits of a digit of a rank, and its values
 SHIFTS = (44, 33, 22, 11, 0)  # of the digits of a rank, which has 33 + ID_BITS bits
-PARTS = tl.constexpr(64)  # programs of a row
-BLOCK = tl.constexpr(1024)  # tokens that one of them looks at together
-WIDE_BLOCK = tl.constexpr(4096)  # where a program does a whole row
+PARTS = tl.constexpr(64)  # programs per row
+BLOCK = tl.constexpr(1024)  # tokens that a program processes at a time
+WIDE_BLOCK = tl.constexpr(4096)  # the same, in a program that processes a whole row
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-# ---- formulas: those of every device ----
+# ---- formulas, shared with other devices ----
 
 
 @triton.jit
 def bits_of(x):
-    """A float64's bits as int64."""
+    """Returns a float64's bits as int64."""
     return x.to(tl.int64, bitcast=True)
 
 
 @triton.jit
 def float_of(i):
-    """The float64 with the bits of an int64."""
+    """Returns the float64 with the bits of an int64."""
     return i.to(tl.float64, bitcast=True)
 
 
 SCOPE = {k: tl.constexpr(v) for k, v in vars(cpu).items() if isinstance(v, int | float)}
-SCOPE |= {"__name__": __name__, "tl": tl, "Any": tl.tensor}  # of annotations
+SCOPE |= {"__name__": __name__, "tl": tl, "Any": tl.tensor}  # `Any` is in annotations
 SCOPE |= {"bits_of": bits_of, "float_of": float_of}
-for text in (cpu.as_float, cpu.wide_float, cpu.ln, cpu.gumbel, cpu.weight):  # in order of calls
+for text in (cpu.as_float, cpu.wide_float, cpu.ln, cpu.gumbel, cpu.weight):  # callees first
     SCOPE[text.__name__] = triton.jit(FunctionType(text.__code__, SCOPE))
 wide_float, ln, gumbel, weight = (SCOPE[name] for name in ("wide_float", "ln", "gumbel", "weight"))
 
 
 @triton.jit
 def rough_gumbel(word):
-    """The same in float32, within 0.001: u near 1 by what is missing from it, by a series."""
+    """Approximates `gumbel` in float32 to 0.001; near u = 1, -ln u is a series in q = 1 - u."""
     q = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = q * (0.5 + q * (1 / 3 + q * (0.25 + q * (0.2 + q * (1 / 6)))))
@@ -62,7 +62,7 @@ def rough_gumbel(word):
 
 @triton.jit
 def words_of(group, position, index, low, high):
-    """Random words of tokens 4 * group to 4 * group + 3: Philox 4x32-10, counter and key uint32."""
+    """Returns the random words of tokens 4 * group to 4 * group + 3: Philox 4x32-10 on uint32."""
     group = group.to(tl.uint32)
     zero = group * 0
     return tl.philox_impl(group, zero + position, zero + index, zero, low, high)
@@ -70,20 +70,21 @@ def words_of(group, position, index, low, high):
 
 @triton.jit
 def key_of(x):
-    """A float32 as an int32 in the same order; -0 and 0 are one."""
+    """Returns a float32 as an int32 in the same order; -0 and 0 have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def score_of(key):
-    """The float32 of a key."""
+    """Returns the float32 with a given key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_scores(logits, row, token, inside, vocab, temperature):
-    """Logits under the temperature, -inf where not inside; 0 is greedy and leaves them."""
+    """Loads logits / temperature, -inf where not `inside`; temperature 0 (greedy) divides by
+    none."""
     at = logits + row * vocab + token
     x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
@@ -92,7 +93,7 @@ def load_scores(logits, row, token, inside, vocab, temperature):
 
 @triton.jit
 def rank_of(top_key, x, token):
-    """0 for the best score's lowest id, ascending from there."""
+    """Returns ranks int64: smaller is better, by score, then by id."""
     return ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | token
 
 
@@ -101,7 +102,7 @@ def rank_of(top_key, x, token):
 
 @triton.jit
 def part_of(vocab):
-    """Tokens [begin, end) of this program's part: whole blocks."""
+    """Returns the tokens [begin, end) of this program's part; parts begin at whole blocks."""
     step = tl.cdiv(tl.cdiv(vocab, BLOCK), PARTS) * BLOCK
     begin = tl.program_id(1) * step
     return begin, tl.minimum(begin + step, vocab)
@@ -109,8 +110,8 @@ def part_of(vocab):
 
 @triton.jit(do_not_specialize=["vocab"])
 def peak_kernel(logits, floats, peaks, vocab):
-    """The largest key of a part, under the temperature if `floats` has one: peaks int32 [rows,
-    PARTS]."""
+    """Writes a part's largest key to peaks int32 [rows, PARTS], of scores / temperature if `floats`
+    is given."""
     row = tl.program_id(0).to(tl.int64)
     temperature = 0.0
     if floats is not None:
@@ -126,7 +127,7 @@ def peak_kernel(logits, floats, peaks, vocab):
 
 @triton.jit
 def peak_of(peaks, row):
-    """(largest key, state) of a row."""
+    """Returns (largest key, state) of a row."""
     top = tl.max(tl.load(peaks + row * PARTS + tl.arange(0, PARTS)), 0)
     state = tl.where(top == KEY_INF, INFINITE, tl.where(top == KEY_MINUS_INF, EMPTY, OK))
     return top, tl.where(top == KEY_NAN, NAN, state)
@@ -135,8 +136,8 @@ def peak_of(peaks, row):
 @triton.jit(do_not_specialize=["vocab", "shift"])
 def bin_kernel(logits, floats, ints, peaks, search, last, bins, vocab, shift,
                WEIGH: tl.constexpr):  # fmt: skip
-    """Tokens, or their weights, by the next digit of their rank, of those whose higher digits are
-    the ones found, in rows with a top-k, or a top-p: integers, so that no order matters."""
+    """Adds up in bins int64 [rows, BINS], by the rank's next digit, the tokens (rows with a top-k)
+    or weights (top-p) whose higher digits are those found; integers, so atomics need no order."""
     row = tl.program_id(0).to(tl.int64)
     prefix, farthest = tl.load(search + row * 2), tl.load(last + row)
     temperature = tl.load(floats + row * 3).to(tl.float32)
@@ -163,9 +164,9 @@ def bin_kernel(logits, floats, ints, peaks, search, last, bins, vocab, shift,
 
 @triton.jit(do_not_specialize=["shift"])
 def digit_kernel(floats, ints, search, last, bins, shift, FIRST: tl.constexpr, WEIGH: tl.constexpr):
-    """The digit at which enough is reached; after the last one, the rank of the last token kept.
-    search int64 [rows, 2]: the digits found so far, or -1 where all tokens are kept; what is wanted
-    of those that begin so. Leaves the bins empty."""
+    """Finds the digit at which the bins' running sum reaches what is wanted; after the last digit
+    writes the rank of the last token kept to `last`. search int64 [rows, 2]: digits found so far,
+    or -1 if all tokens are kept; count or weight still wanted under them. Clears the bins."""
     row = tl.program_id(0).to(tl.int64)
     prefix = tl.load(search + row * 2)
     if prefix >= 0:
@@ -181,7 +182,7 @@ def digit_kernel(floats, ints, search, last, bins, shift, FIRST: tl.constexpr, W
         else:
             wanted = tl.load(search + row * 2 + 1)
         digit = tl.sum((tl.cumsum(amount, 0) < wanted).to(tl.int64), 0)
-        is_short = digit == BINS  # no cut, or fewer tokens than top-k: all are kept
+        is_short = digit == BINS  # no cut, or fewer tokens than top-k: all tokens are kept
         prefix = tl.where(is_short, -1, (prefix << DIGIT) | digit)
         tl.store(search + row * 2, prefix)
         tl.store(search + row * 2 + 1, wanted - tl.sum(tl.where(bin < digit, amount, 0), 0))
@@ -191,14 +192,14 @@ def digit_kernel(floats, ints, search, last, bins, shift, FIRST: tl.constexpr, W
 
 @triton.jit
 def kept(x, token, top_key, min_log, farthest):
-    """Scores, -inf where min-p or the cuts do not keep a token."""
+    """Returns scores, -inf where min-p or the cuts remove a token."""
     near = x.to(tl.float64) - score_of(top_key).to(tl.float64) >= min_log
     return tl.where(near & (rank_of(top_key, x, token) <= farthest), x, float("-inf"))
 
 
 @triton.jit
 def place_of(x, word, token, temperature):
-    """Score plus noise, and lower ids first, as one integer."""
+    """Returns score plus noise, then lower ids first, as one integer to maximise."""
     noise = gumbel(word.to(tl.int64)).to(tl.float32)
     y = tl.where(temperature == 0.0, x, x + noise)
     return (key_of(y).to(tl.int64) << ID_BITS) + (ID_MASK - token)
@@ -206,9 +207,9 @@ def place_of(x, word, token, temperature):
 
 @triton.jit(do_not_specialize=["vocab"])
 def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
-    """The best of a part, score plus noise, lowest id among equals: best int64 [rows, PARTS], (key
-    << ID_BITS) + ID_MASK - id. Noise is rough at first: where one token is ahead of all others by
-    more than the error, its own is computed, otherwise that of all."""
+    """Writes the best token of a part by score plus noise, lowest id among equals, to best int64
+    [rows, PARTS], as (key << ID_BITS) + ID_MASK - id. Noise is approximated first: if one token
+    leads by more than the error only its noise is computed exactly, otherwise that of all."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32)
     min_log = tl.where(temperature == 0.0, float("-inf"), tl.load(floats + row * 3 + 2))
@@ -217,7 +218,7 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
     low = tl.load(ints + row * 5 + 3).to(tl.uint32)
     high = tl.load(ints + row * 5 + 4).to(tl.uint32)
     top_key, state = peak_of(peaks, row)
-    # a greedy row is not cut: a pad's top-k is 0
+    # a greedy row is not cut, whatever its top-k: that of a padding row is 0
     farthest = tl.where(temperature == 0.0, FARTHEST, tl.load(last + row))
     found = tl.full([], -FARTHEST, tl.int64)
     begin, end = part_of(vocab)
@@ -225,7 +226,7 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
         first_y = tl.full([BLOCK // 4], float("-inf"), tl.float32)
         first_token = tl.zeros([BLOCK // 4], tl.int64)
         second_y = first_y
-        factor = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)  # rough, too
+        factor = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)  # approximate, too
         has_cuts = (farthest < FARTHEST) | (min_log > float("-inf")) | (factor > 1e30)
         for first in range(begin, end, BLOCK):
             group = first // 4 + tl.arange(0, BLOCK // 4)
@@ -269,7 +270,7 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
 
 @triton.jit
 def pick_kernel(peaks, best, tokens, states):
-    """tokens and states, int64 [rows]."""
+    """Writes tokens and states, int64 [rows], from the best of all parts."""
     row = tl.program_id(0).to(tl.int64)
     _, state = peak_of(peaks, row)
     found = tl.max(tl.load(best + row * PARTS + tl.arange(0, PARTS)), 0)
@@ -279,7 +280,7 @@ def pick_kernel(peaks, best, tokens, states):
 
 @triton.jit(do_not_specialize=["vocab"])
 def weigh_kernel(logits, peaks, sums, vocab):
-    """The weights of a part, added: sums int64 [rows, PARTS]."""
+    """Writes the sum of a part's weights to sums int64 [rows, PARTS]."""
     row = tl.program_id(0).to(tl.int64)
     top_key, _ = peak_of(peaks, row)
     top = score_of(top_key).to(tl.float64)
@@ -294,14 +295,14 @@ def weigh_kernel(logits, peaks, sums, vocab):
 
 @triton.jit
 def log_prob(x, top, log_sum):
-    """ln of a token's probability, rounded once to float32."""
+    """Returns ln of a token's probability, rounded once to float32."""
     return ((x.to(tl.float64) - top) - log_sum + 0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["vocab", "few"])
 def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, vocab, few):
-    """A row's log-probabilities: of its token, and of the best few, each the least rank behind the
-    one before; NaN, and no token, of a row without any."""
+    """Writes a row's log-probabilities: of its token and of the `few` best, found one by one as the
+    next larger rank. NaN and NO_TOKEN for a row without a valid maximum."""
     row = tl.program_id(0).to(tl.int64)
     top_key, state = peak_of(peaks, row)
     token = tl.load(tokens + row)
@@ -331,7 +332,7 @@ def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, voca
 def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and states; where no row has `cuts`, the search for them is not launched."""
+    """Returns tokens and states. `cuts`: some row has a top-k or top-p; else no search is run."""
     rows, vocab = logits.shape
     rule = f"logits are contiguous floats [rows, V], V from 1 to {cpu.MAX_VOCAB}"
     require(logits.is_contiguous() and 1 <= vocab <= cpu.MAX_VOCAB, rule, logits)
@@ -348,8 +349,7 @@ def sample_tokens(
 
 
 def cut(logits: Tensor, floats: Tensor, ints: Tensor, peaks: Tensor, last: Tensor) -> None:
-    """Writes the rank of the last token that top-k and then top-p keep, int64 [rows], digit by
-    digit."""
+    """Writes to last int64 [rows] the rank of the last token that top-k, then top-p keep."""
     rows, vocab = logits.shape
     bins = ints.new_zeros(rows, BINS.value)
     for weigh in (False, True):
@@ -362,7 +362,7 @@ def cut(logits: Tensor, floats: Tensor, ints: Tensor, peaks: Tensor, last: Tenso
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of token_ids, and the best k: ids and logs. The logits are contiguous."""
+    """Returns logs of token_ids, then ids and logs of the k best. The logits are contiguous."""
     rows, vocab = logits.shape
     peaks = token_ids.new_empty(rows, PARTS.value, dtype=torch.int32)
     sums, top_ids = token_ids.new_empty(rows, PARTS.value), token_ids.new_empty(rows, k)
