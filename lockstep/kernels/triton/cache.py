@@ -1,9 +1,9 @@
-"""The cache's two writers on a GPU: this step's K or V rows of a layer, and relocations in all
-layers at once.
+"""The two writers of the KV cache on a GPU: `write` stores this step's K or V rows of a layer,
+`move` relocates rows in all layers in one launch.
 
-`write` divides by the scale, clamps and rounds once, in float32; `move` gathers every row of a
-column of bytes before it scatters one, so that a row may be both source and target. Knows tensors;
-no page, no request. Called by the op table.
+`write` divides by the scale, clamps and rounds once, in float32. `move` gathers a column of words
+of all rows before it scatters any, so that a row may be both source and target. Knows tensors, no
+pages and no requests. Called by the op table.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from lockstep.kernels.triton.rowwise import width
 from lockstep.kv.pool import widened
 from lockstep.plan.build import power
 
-MOVES = 4096  # rows that one program holds in registers between gather and scatter
-HELD_WORDS = 16384  # 4-byte words of them per program
-LARGEST = 2.0**100  # that is stored: a sum of such has an end in float32, too
+MOVES = 4096  # most rows that one program holds in registers between gather and scatter
+HELD_WORDS = 16384  # most 4-byte words of these rows per program
+LARGEST = 2.0**100  # largest stored magnitude: sums of such values stay finite in float32, too
 
 
-# ---- texts ----
+# ---- kernels ----
 
 
 @triton.jit(do_not_specialize=("x_token", "x_head"))
 def write_kernel(x, cache, slots, scale, x_token, x_head, KV_HEADS: tl.constexpr, D: tl.constexpr,
                  LARGEST: tl.constexpr):  # fmt: skip
-    """One token per program: its rows of all kv heads, divided by the scale, clamped to the
-    format's range; NaN stays NaN. An infinite value would be one for rows that do not see it: 0
-    times infinity is NaN."""
+    """Writes one token per program: its rows of all kv heads, divided by the scale, clamped to
+    ±LARGEST; NaN stays NaN. An infinite value would affect rows that do not see it, because 0 times
+    infinity is NaN."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     i = tl.arange(0, width(KV_HEADS * D))
@@ -46,8 +46,8 @@ def write_kernel(x, cache, slots, scale, x_token, x_head, KV_HEADS: tl.constexpr
 
 @triton.jit(do_not_specialize=("count",))
 def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """`count` rows of one storage and one run of WORDS 4-byte words per program: all are read
-    before one is written."""
+    """Moves WORDS 4-byte words of `count` rows of one storage per program; reads all before it
+    writes any."""
     storage = tl.program_id(0)
     words = tl.load(row_words + storage)
     base = tl.load(bases + storage).to(tl.pointer_type(tl.int32))
@@ -57,7 +57,7 @@ def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.co
     source = tl.load(moves + 2 * row, mask=row < count, other=0).to(tl.int64)
     target = tl.load(moves + 2 * row + 1, mask=row < count, other=0).to(tl.int64)
     held = tl.load(base + source[:, None] * words + column[None, :], mask=real, other=0)
-    tl.debug_barrier()  # gather all, then scatter all
+    tl.debug_barrier()  # every thread has read before any thread writes
     tl.store(base + target[:, None] * words + column[None, :], held, mask=real)
 
 
@@ -65,7 +65,7 @@ def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.co
 
 
 def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
-    """Stores rows [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
+    """Stores values [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
     require(values.stride(2) == 1, "the columns of a K or V row are contiguous", values)
     x, (_, kv_heads, d) = widened(values, storage.shape[2]), storage.shape
     write_kernel[(len(slots),)](
@@ -76,12 +76,12 @@ def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
 
 @cache
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Addresses or lengths of storages, brought to the device once."""
+    """Returns addresses or lengths of storages as a tensor, copied to the device once."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def move(storages: Sequence[Tensor], moves: Tensor) -> None:
-    """Relocates rows, moves [M, 2] int32 (from, to), in every storage, in one launch."""
+    """Relocates rows in every storage in one launch; moves [M, 2] int32 (source, target slot)."""
     count = len(moves)
     if count == 0:
         return

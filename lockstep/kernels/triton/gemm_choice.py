@@ -1,8 +1,8 @@
-"""Who computes a GEMM: per (N, K, rows) our tile from the committed table, or cuBLAS where its
-whole output is bit-equal to ours here, for rows of a finite grid and no other. `choose` runs at
-load: a tile of ours that differs is an error of this machine, a library that differs is not used.
-cuBLAS is torch's own call and cuBLASLt's proposals that do not split K, found again at every load.
-"""
+"""Chooses the implementation of a GEMM per (N, K, rows): our tile from the committed table, or
+cuBLAS if its whole output has our bits on this machine, for row counts of a finite grid only.
+`choose` runs at load: if a tile of ours differs, the machine is refused; if a library call differs,
+it is not used. cuBLAS means torch's own call, or cuBLASLt's proposals that do not split K, queried
+at every load."""
 
 import ctypes
 import json
@@ -20,28 +20,28 @@ from lockstep.kernels.triton.gemm import Tile, gemm
 from lockstep.types import RuleError
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # rows of a step
-LIBRARY_ROWS = 128  # from here on the library is preferred for shapes that were never measured
-ALIGNMENT = 256  # bytes; what torch allocates is aligned so
+LIBRARY_ROWS = 128  # from this many rows, shapes that were never measured try the library
+ALIGNMENT = 256  # bytes; the alignment of torch's allocations
 REFERENCE = Tile(rows=64, columns=64, depth=64, warps=4, stages=4)
 TABLE = Path(__file__).with_name("gemm_table.json")
-# "NxK" → rows → our tile's name and, if it was faster, the library's call
+# "NxK" → rows → our tile's name and, if it was faster, the name of the library's call
 MEASURED: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text())["sm_90"]
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [rows, K], w [N, K], y [rows, N]) → y
-Library = Callable[[str, Tensor, int], Call | None]  # (name, w, rows) → its call, if it has one
+Library = Callable[[str, Tensor, int], Call | None]  # (name, w, rows) → the call, if any
 
 COMPUTE_32F, REAL_32F, REAL_16BF, REAL_16F = 68, 0, 14, 2  # cublasComputeType_t, cudaDataType_t
-TRANS_A, WORKSPACE_BYTES, REDUCTION_MASK = 3, 1, 3  # attributes of descriptions and preferences
+TRANS_A, WORKSPACE_BYTES, REDUCTION_MASK = 3, 1, 3  # cublasLt attribute numbers
 DTYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F}
-PROPOSALS = 6  # that are asked for
-ROOM = 32 << 20  # bytes that a call may work in
+PROPOSALS = 6  # requested per shape
+ROOM = 32 << 20  # bytes of workspace
 
 
-Choices = dict[int, Call]  # of one weight shape: the library's, for the rows that it computes
+Choices = dict[int, Call]  # of one weight shape: row count → the library call used for it
 
 
 def multiply(choices: Choices, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """y [rows, N] = x [rows, K] · w [N, K] transposed. Rows that the library is not chosen for are
-    computed by our tile, whose bits are those of any other; more than the grid's most in turns."""
+    """Computes y [rows, N] = x [rows, K] · w [N, K]ᵀ, by our tile for row counts without a library
+    call, with the same bits. More rows than the grid's largest are computed in chunks of that."""
     if len(x) > GRID[-1]:
         for i in range(0, len(x), GRID[-1]):
             multiply(choices, x[i : i + GRID[-1]], w, y[i : i + GRID[-1]])
@@ -53,15 +53,15 @@ def multiply(choices: Choices, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 
 def placed_alike(*tensors: Tensor) -> bool:
-    """Whether tensors lie as those of `choose` did: a library may pick another kernel for other
-    strides or alignment."""
+    """Returns whether tensors have the strides and alignment of those in `choose`: for others a
+    library may run another kernel."""
     return all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 
 @cache
 def tile_for(n: int, k: int, rows: int) -> Tile:
-    """The table's tile, or the rule's for a shape that was never measured. Speed only: any tile
-    gives the same bits."""
+    """Returns the table's tile or, for a shape that was never measured, one by rule. Any tile gives
+    the same bits."""
     measured = MEASURED.get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return Tile(*map(int, re.findall(r"\d+", measured[0])))
@@ -77,7 +77,7 @@ def tile_for(n: int, k: int, rows: int) -> Tile:
 
 
 def library_for(n: int, k: int, rows: int) -> str | None:
-    """The library's call to compare, or None where ours was faster."""
+    """Returns the library call's name to try, or None where our tile was measured faster."""
     measured = MEASURED.get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return next(iter(measured[1:]), None)
@@ -85,14 +85,14 @@ def library_for(n: int, k: int, rows: int) -> str | None:
 
 
 def differing(a: Tensor, b: Tensor) -> int:
-    """Elements whose bits differ, counted a thousand rows at a time."""
+    """Counts the elements whose bits differ, 1,024 rows at a time."""
     a, b = a.view(torch.int16), b.view(torch.int16)
     return sum(int((a[i : i + 1024] != b[i : i + 1024]).sum()) for i in range(0, len(a), 1024))
 
 
 def sample_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count, k]: every other row has exponents spread over many binades, so that another order of
-    sums shows."""
+    """Returns x [count, k] in which every other row has exponents spread over many binades, so that
+    a different order of additions changes bits."""
     generator = torch.Generator(device).manual_seed(count + k)
     x = torch.randn(count, k, generator=generator, device=device)
     exponents = torch.randint(-6, 7, x[1::2].shape, generator=generator, device=device)
@@ -101,13 +101,13 @@ def sample_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
-    """The output of a call into poisoned room."""
+    """Returns the output of a call into memory filled with NaN."""
     return call(x, w, x.new_full((len(x), len(w)), float("nan")))
 
 
 def choose(w: Tensor, library: Library, grid: Sequence[int] = GRID) -> Choices:
-    """For a weight's shape and dtype, by whole outputs on this machine: the library's calls for
-    rows where it was faster and all its bits are ours."""
+    """Returns, for a weight's shape and dtype, the library calls for row counts where the library
+    is preferred and its whole output has our bits. Raises RuleError if two of our tiles differ."""
     found, (n, k) = Choices(), w.shape
     all_rows = sample_rows(max(grid), k, w.dtype, w.device)
     wanted = whole(partial(gemm, tile=REFERENCE), all_rows, w)
@@ -141,12 +141,12 @@ class Proposal(ctypes.Structure):
 
 
 def torch_gemm(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """What torch calls."""
+    """Computes y = x wᵀ by torch, which calls cuBLAS."""
     return torch.mm(x, w.t(), out=y)
 
 
 class CublasLt:
-    """The library that torch is linked with, opened once."""
+    """The cublasLt library that torch is linked with."""
 
     def __init__(self) -> None:
         self.workspace = torch.empty(ROOM, dtype=torch.uint8, device="cuda")
@@ -159,19 +159,19 @@ class CublasLt:
         self.set("Preference", self.preference, REDUCTION_MASK, ctypes.c_uint32(0))
 
     def __call__(self, name: str, w: Tensor, rows: int) -> Call | None:
-        """ "cublas": torch's call; "lt3": the fourth proposal for rows of w [N, K], if any."""
+        """Returns torch's call for "cublas"; for "lt3" the fourth proposal for `rows`, if any."""
         if name == "cublas":
             return torch_gemm
         return self.proposals(w, rows).get(name)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls, and raises what the library answers other than success."""
+        """Calls a function of the library; raises RuleError if it does not succeed."""
         status = getattr(self.library, name)(*arguments)
         if status:
             raise RuleError(f"{name} succeeds", f"status {status}", "Check torch and the driver")
 
     def make(self, name: str, *arguments: Any) -> ctypes.c_void_p:
-        """Calls a constructor."""
+        """Calls a constructor of the library; returns the object's handle."""
         made = ctypes.c_void_p()
         self.call(name, ctypes.byref(made), *arguments)
         return made
@@ -182,10 +182,10 @@ class CublasLt:
         self.call(f"cublasLtMatmul{what}SetAttribute", owner, attribute, ctypes.byref(value), size)
 
     def proposals(self, w: Tensor, rows: int) -> dict[str, Call]:
-        """Calls that compute y [rows, N] = x wᵀ without splitting K, the library's favourite
-        first."""
+        """Returns calls by name that compute y [rows, N] = x wᵀ without splitting K, in the order
+        of the library's preference."""
         layouts, (n, k) = [], w.shape
-        for height, length in ((n, k), (rows, k), (rows, n)):  # read as columns, one behind another
+        for height, length in ((n, k), (rows, k), (rows, n)):  # row-major, so transposed
             sizes = (ctypes.c_uint64(length), ctypes.c_uint64(height), ctypes.c_int64(length))
             layouts.append(self.make("cublasLtMatrixLayoutCreate", DTYPES[w.dtype], *sizes))
         found, returned = (Proposal * PROPOSALS)(), ctypes.c_int(0)
@@ -197,7 +197,7 @@ class CublasLt:
         return {f"lt{i}": partial(self.multiply, layouts, each.algo) for i, each in usable}
 
     def multiply(self, layouts: list[Any], algo: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        """y = x wᵀ on the current stream, by one proposal for one shape."""
+        """Computes y = x wᵀ on the current stream, by one proposal for one shape."""
         w_layout, x_layout, y_layout = layouts
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         w_at, x_at, y_at, room = (ctypes.c_void_p(t.data_ptr()) for t in (w, x, y, self.workspace))

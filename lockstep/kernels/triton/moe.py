@@ -1,11 +1,11 @@
-"""Mixture of experts on the GPU without a word from the host: router, choice, grouped GEMM,
-combination in slot order. No atomics.
+"""Mixture of experts on the GPU without host synchronisation: router, choice of experts, grouped
+GEMM, combination in slot order. No atomics.
 
 The router multiplies and adds in float32, in lanes; equal scores go to the smaller expert id. A
-pair is (token, slot), numbered token * k + slot. Pairs are listed expert by expert, ascending; an
-expert's list fills whole tiles, and a tile's row knows its pair, so a row's bits depend on its own
-expert and nothing else. Grids are upper bounds that follow from shapes: programs without a tile
-leave. The CPU's twin is `kernels/cpu/routing.py`. Called by the op table.
+pair is (token, slot), numbered token * k + slot. Pairs are listed expert by expert, ascending. No
+tile has rows of two experts, so a row's bits depend on its own expert and nothing else. Grids are
+upper bounds that follow from shapes: programs without a tile return at once. The CPU's counterpart
+is `kernels/cpu/routing.py`. Called by the op table.
 """
 
 from typing import NamedTuple
@@ -22,18 +22,18 @@ from lockstep.ops import Routing
 LOG2E = tl.constexpr(1.4426950408889634)
 LANES = tl.constexpr(512)  # partial sums of a router's dot product
 CHUNK = tl.constexpr(1024)  # pairs that are listed at a time
-FEW = {"ROWS": 1, "COLUMNS": 2, "num_warps": 4}  # and experts that one program of a router does
+FEW = {"ROWS": 1, "COLUMNS": 2, "num_warps": 4}  # rows and experts per program of the router
 MANY = {"ROWS": 4, "COLUMNS": 8, "num_warps": 8}
 
 
-# ---- texts ----
+# ---- kernels ----
 
 
 @triton.jit(do_not_specialize=["rows"])
 def router_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
-    """y [rows, N] float32 = x [rows, K] · w [N, K] float32: lane i adds the products of columns i,
-    i + LANES, ... in order, each by one fma; then the lanes are added, neighbours first."""
+    """Computes y [rows, N] float32 = x [rows, K] · w [N, K]ᵀ float32: lane i adds the products of
+    columns i, i + LANES, ... in order, each by one fma; then `tree_sum` adds the lanes."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x_row = (x + row * x_stride * 8)[:, None, None]
@@ -54,7 +54,7 @@ def router_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROW
 
 @triton.jit
 def first_best(value, taken, index):
-    """The largest value that is not taken, and the smallest index that has it."""
+    """Returns the largest value that is not taken, and the smallest index that has it."""
     top = tl.max(tl.where(taken, float("-inf"), value), 0)
     return top, tl.min(tl.where((value == top) & (taken == 0), index, value.shape[0]), 0)
 
@@ -62,8 +62,8 @@ def first_best(value, taken, index):
 @triton.jit
 def limit_groups(ranked, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
                  PAIRS: tl.constexpr):  # fmt: skip
-    """-inf for experts outside of the best KEEP groups; a group counts by its best expert, or by
-    the sum of its best two."""
+    """Sets experts outside of the best KEEP groups to -inf. A group counts by its best expert or,
+    with PAIRS, by the sum of its best two."""
     group = expert // (EXPERTS // GROUPS)
     index = tl.arange(0, width(GROUPS))
     tops = tl.full([width(GROUPS)], float("-inf"), tl.float32)
@@ -85,7 +85,7 @@ def limit_groups(ranked, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KE
 
 @triton.jit
 def exp_shares(value, inside):
-    """Softmax of a vector; zero where not inside."""
+    """Returns the softmax of a vector; zero where not `inside`."""
     top = tl.max(tl.where(inside, value, float("-inf")), 0)
     e = tl.where(inside, tl.exp2((value - top) * LOG2E), 0.0)
     return tl.div_rn(e, row_sum(e) + tl.zeros_like(e))
@@ -95,7 +95,7 @@ def exp_shares(value, inside):
 def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr, K: tl.constexpr,
                  SCORE: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
                  PAIRS: tl.constexpr):  # fmt: skip
-    """One token: ids and weights of its K experts, best first. The bias may be None."""
+    """Writes ids and weights of one token's K experts, best first. The bias may be None."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, width(EXPERTS))
     inside = expert < EXPERTS
@@ -115,10 +115,10 @@ def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr
     value = tl.zeros([width(K)], tl.float32)
     for nth in tl.static_range(K):
         _, best = first_best(ranked, taken, expert)
-        best = tl.minimum(best, EXPERTS - 1)  # a row of NaN has no best: NaN weights, real ids
+        best = tl.minimum(best, EXPERTS - 1)  # a row of NaN has no best: NaN weights, valid ids
         taken = taken | (expert == best)
         chosen = tl.where(slot == nth, best, chosen)
-        own = tl.sum(tl.where(expert == best, scores, 0.0), 0)  # one, and zeros
+        own = tl.sum(tl.where(expert == best, scores, 0.0), 0)  # one score plus zeros: exact
         value = tl.where(slot == nth, own, value)
     if SCORE == "chosen":
         value = exp_shares(value, slot < K)
@@ -131,7 +131,7 @@ def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr
 
 @triton.jit(do_not_specialize=["pairs"])
 def list_kernel(ids, counts, listed, pairs):
-    """An expert's pairs, ascending, behind those of the experts before it; and how many it got."""
+    """Writes one expert's pairs, ascending, after those of smaller experts, and their count."""
     expert = tl.program_id(0)
     before = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, pairs, CHUNK):
@@ -151,8 +151,8 @@ def list_kernel(ids, counts, listed, pairs):
 def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.constexpr,
                         N: tl.constexpr, K: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
                         COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
-    """y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]; a bias, if any, is a second
-    rounding."""
+    """Computes y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]ᵀ; a bias, if any,
+    is a second rounding."""
     tile = tl.program_id(0)
     index = tl.arange(0, width(EXPERTS))
     count = tl.load(counts + index, mask=index < EXPERTS, other=0)
@@ -179,8 +179,8 @@ def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.con
 
 @triton.jit
 def combine_kernel(parts, weights, y, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """One row: its slots' rows times their weights, added in slot order in float32, rounded
-    once."""
+    """Computes one row: its slots' parts times their weights, added in slot order in float32,
+    rounded once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
@@ -195,7 +195,7 @@ def combine_kernel(parts, weights, y, N: tl.constexpr, K: tl.constexpr, COLUMNS:
 
 
 class Routes(NamedTuple):
-    """Which experts compute which row, best first, and the pairs by expert."""
+    """The experts of each row, best first, and the pairs listed by expert."""
 
     ids: Tensor  # int32 [t, k]
     weights: Tensor  # float32 [t, k]
@@ -204,7 +204,7 @@ class Routes(NamedTuple):
 
 
 def router(x: Tensor, w: Tensor) -> Tensor:
-    """Logits float32 [rows, experts] = x [rows, K] · w [experts, K] float32, transposed."""
+    """Returns logits float32 [rows, experts] = x [rows, K] · w [experts, K]ᵀ, w float32."""
     (rows, k), n = x.shape, w.shape[0]
     y = w.new_empty(rows, n)
     shape = FEW if rows <= 64 else MANY  # the same bits
@@ -215,8 +215,8 @@ def router(x: Tensor, w: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
-    """Of logits float32 [t, experts]: ids and weights, then the lists: two launches. A correction
-    steers what is chosen, not what it weighs."""
+    """Chooses experts from logits float32 [t, experts] and lists their pairs: two launches. A
+    correction changes which experts are chosen, but not their weights."""
     t, experts = logits.shape
     held = experts == routing.experts and logits.dtype == torch.float32 and logits.is_contiguous()
     require(held, f"logits are contiguous float32 [tokens, {routing.experts}]", logits)
@@ -232,15 +232,15 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes
 
 
 def listed(ids: Tensor, weights: Tensor, experts: int) -> Routes:
-    """Who computes what, int32 [experts] and [tokens * k]: one launch, nothing read back."""
+    """Lists pairs by expert: counts int32 [experts], pairs int32 [tokens * k]. One launch."""
     counts, pairs = ids.new_empty(experts), ids.new_empty(ids.numel())
     list_kernel[(experts,)](ids, counts, pairs, ids.numel(), num_warps=4)
     return Routes(ids, weights, counts, pairs)
 
 
 def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, routes: Routes, tile: Tile) -> Tensor:
-    """y [pairs, N]: a pair's row of x times its expert's w [experts, N, K]. x has a row per token,
-    or one per pair."""
+    """Returns y [pairs, N]: each pair's row of x times its expert's w [experts, N, K]. x has one
+    row per token or one per pair."""
     (experts, n, k), pairs = w.shape, len(routes.pairs)
     fits = len(x) in (pairs, len(routes.ids)) and x.shape[1] == k
     rule = f"x has a row per token or per pair ({pairs}), w is contiguous, both have one K"
@@ -256,7 +256,7 @@ def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, routes: Routes, tile
 
 
 def combine(parts: Tensor, routes: Routes) -> Tensor:
-    """[tokens, N]: parts [tokens * k, N] times their weights, added in slot order."""
+    """Returns [tokens, N]: parts [tokens * k, N] times their weights, added in slot order."""
     (tokens, k), n = routes.weights.shape, parts.shape[1]
     y = parts.new_empty(tokens, n)
     shape = {"N": n, "K": k, "COLUMNS": 1024, "num_warps": 4, "enable_fp_fusion": False}

@@ -1,11 +1,11 @@
-"""What a model does to rows between its GEMMs, on the GPU: norms, rotations, gates, biases. One row
-at a time, float32 inside.
+"""Row operations between GEMMs on the GPU: norms, rotations, gates, biases. One row at a time,
+float32 inside.
 
-A row's sum adds two numbers at every level, neighbours first, zeros behind the last column
-(`tree_sum`): its bits depend on neither the layout nor the number of warps, and the interpreter's
-are the same. Every value that a separate kernel would store is rounded to the storage dtype, fused
-or not: the norm of a sum reads the rounded sum, the rotation reads the rounded norm. Products and
-sums are two roundings each (`enable_fp_fusion=False`). The CPU's twin is `kernels/cpu/rows.py`.
+A row's sum adds two numbers at every level, neighbours first, zeros after the last column
+(`tree_sum`): its bits depend on neither the layout nor the number of warps, and are the same in the
+interpreter. Every value that a separate kernel would store is rounded to the storage dtype, fused
+or not: the norm of a sum reads the rounded sum, the rotation reads the rounded norm. A product and
+a sum are two roundings (`enable_fp_fusion=False`). The CPU's counterpart is `kernels/cpu/rows.py`.
 Knows tensors, no layers. Called by the op table: shapes and dtypes are those of `lockstep/ops.py`.
 """
 
@@ -25,30 +25,30 @@ from lockstep.ops import CosSin, Heads
 
 NEGATIVE_LOG2E, ROOT_HALF = tl.constexpr(-1.4426950408889634), tl.constexpr(0.7071067811865476)
 TANH_SCALE, TANH_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
-NAN = tl.constexpr(tl.PropagateNan.ALL)  # the smaller, or larger, of NaN and a number is NaN
+NAN = tl.constexpr(tl.PropagateNan.ALL)  # minimum and maximum of NaN and a number are NaN
 SHORTEST = tl.constexpr(1e-12)  # vectors are divided by their length, or by this if shorter
-COLUMNS = 1024  # of a row, that one program of an elementwise kernel does
-HEADS = 8  # of a token, that one program of `qk_norm_rope` does
+COLUMNS = 1024  # of a row, per program of an elementwise kernel
+HEADS = 8  # of a token, per program of `qk_norm_rope`
 
 
-# ---- texts ----
+# ---- kernels ----
 
 
 @triton.constexpr_function
 def width(n: int) -> int:
-    """The power of two at or above n, at least 2."""
+    """Returns the smallest power of two that is at least n and at least 2."""
     return max(1 << (n - 1).bit_length(), 2)
 
 
 @triton.constexpr_function
 def levels(n: int) -> int:
-    """Of the tree over n = 2 ** levels numbers."""
+    """Returns the depth of a binary tree over n = 2 ** depth numbers."""
     return n.bit_length() - 1
 
 
 @triton.jit
 def tree_sum(x):
-    """[rows, 2 ** levels] → [rows]: neighbours are added, then their sums, and so on."""
+    """Sums [rows, 2 ** levels] → [rows]: adds neighbours, then neighbouring sums, and so on."""
     for _ in tl.static_range(levels(x.shape[1])):
         x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
     return tl.reshape(x, [x.shape[0]])
@@ -56,26 +56,26 @@ def tree_sum(x):
 
 @triton.jit
 def row_sum(x):
-    """[2 ** levels] → [1]."""
+    """Sums [2 ** levels] → [1] by `tree_sum`."""
     return tree_sum(tl.reshape(x, [1, x.shape[0]]))
 
 
 @triton.jit
 def inverse_root(total, eps, N: tl.constexpr):
-    """1 / sqrt(total / N + eps), every operation rounded correctly."""
+    """Returns 1 / sqrt(total / N + eps), every operation rounded correctly."""
     mean = tl.div_rn(total, tl.full(total.shape, N, tl.float32))
     return tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def exp_minus(x):
-    """e⁻ˣ, at most 2^127."""
+    """Returns e⁻ˣ, at most 2^127."""
     return tl.exp2(tl.minimum(x * NEGATIVE_LOG2E, 127.0, propagate_nan=NAN))
 
 
 @triton.jit
 def act(x, number, KIND: tl.constexpr):
-    """An elementwise function: an `Activation`, "sigmoid", or "cap", whose number it is."""
+    """Applies an elementwise function: an `Activation`, "sigmoid", or "cap" (`number`: the cap)."""
     if KIND == "silu":
         return tl.div_rn(x, 1.0 + exp_minus(x))
     elif KIND == "gelu":
@@ -92,15 +92,15 @@ def act(x, number, KIND: tl.constexpr):
 
 @triton.jit
 def load_row(x, row, stride, column, inside):
-    """A row at stride * 8 elements, as float32, zeros behind its end."""
+    """Loads a row as float32, rows stride * 8 elements apart, zeros where not `inside`."""
     return tl.load(x + row * stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def norm_kernel(x, residual, weight, bias, y, total, x_stride, residual_stride, eps,
                 N: tl.constexpr):  # fmt: skip
-    """One row: x / sqrt(mean(x²) + eps) · weight. With a residual x is x + residual, rounded and
-    stored as `total`. With a bias x is x - mean, and the bias is added."""
+    """Computes one row: x / sqrt(mean(x²) + eps) · weight. With a residual, x is x + residual,
+    rounded and stored as `total`. With a bias, x is x - mean, and the bias is added."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width(N))
     inside = column < N
@@ -122,7 +122,7 @@ def norm_kernel(x, residual, weight, bias, y, total, x_stride, residual_stride, 
 
 @triton.jit
 def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
-    """A rounded norm, as float32: what a kernel of its own would have stored."""
+    """Returns the norm rounded to dtype, as float32: what a separate kernel would store."""
     gain = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
     return (value * scale[:, None] * gain).to(dtype).to(tl.float32)
 
@@ -131,8 +131,8 @@ def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
 def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, eps, D: tl.constexpr,
                         HALF: tl.constexpr, BLOCK: tl.constexpr,
                         INTERLEAVED: tl.constexpr):  # fmt: skip
-    """BLOCK heads of one token, queries then keys: normed if there are weights, the first 2 * HALF
-    columns turned, the others as they are."""
+    """Computes BLOCK heads of one token, queries then keys: normed if there are weights, the first
+    2 * HALF columns rotated, the others unrotated."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = (head < heads + kv_heads)[:, None]
@@ -173,7 +173,7 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
 
 @triton.jit
 def cos_sin_kernel(positions, freqs, cos, sin, factor, HALF: tl.constexpr):
-    """One token's angles: a float32 product; cos and sin in float64, rounded, times the factor."""
+    """Computes one token's cos and sin in float64 of float32 angles, rounded, times the factor."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, width(HALF))
     freq = tl.load(freqs + i, mask=i < HALF, other=0.0)
@@ -184,7 +184,7 @@ def cos_sin_kernel(positions, freqs, cos, sin, factor, HALF: tl.constexpr):
 
 @triton.jit
 def pool_kernel(x, spans, y, x_stride, N: tl.constexpr):
-    """The mean of rows [begin, end), added in order, divided by its length; float64 inside."""
+    """Computes the mean of rows [begin, end), added in order, over its norm; float64 inside."""
     span = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(spans + 2 * span), tl.load(spans + 2 * span + 1)
     column = tl.arange(0, width(N))
@@ -200,8 +200,8 @@ def pool_kernel(x, spans, y, x_stride, N: tl.constexpr):
 @triton.jit
 def map_kernel(x, bias, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr,
                GATED: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(x), or x + bias; GATED: act(gate) · up of columns [0, N) and [N, 2N), or, clamped,
-    (up + 1) · gate · sigmoid(alpha · gate) within the limits."""
+    """Computes act(x) or x + bias. GATED: act(gate) · up of columns [0, N) and [N, 2N) or, if KIND
+    is "clamped", (up + 1) · gate · sigmoid(alpha · gate) within the limits."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
@@ -226,18 +226,18 @@ def map_kernel(x, bias, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.con
 
 @cache
 def whole_row(n: int) -> dict[str, Any]:
-    """How a program that does a whole row of n is launched."""
+    """Returns the launch options of a kernel with one program per row of n columns."""
     warps = min(max(width(n) // 512, 1), 16)
     return {"N": n, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [.., n] / sqrt(mean(x²) + eps) · weight [n]."""
+    """Returns x [.., n] / sqrt(mean(x²) + eps) · weight [n]."""
     return layer_norm(x.flatten(0, -2), weight, None, eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, rounded; and the `rms_norm` of that: the same bits as two calls."""
+    """Returns x + residual, rounded, and its `rms_norm`, with the bits of two calls."""
     alike = x.shape == residual.shape and x.dtype == residual.dtype
     require(alike, "x and the residual have one shape and dtype", x, residual)
     total, y = x.new_empty(x.shape), x.new_empty(x.shape)
@@ -248,7 +248,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]; with no bias, `rms_norm`."""
+    """Returns (x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]; no bias: `rms_norm`."""
     y = x.new_empty(x.shape)
     operands = (x, None, weight, bias, y, None, row_stride(x, "x"), None, eps)
     norm_kernel[(len(x),)](*operands, **whole_row(x.shape[1]))
@@ -258,7 +258,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def qk_norm_rope(
     x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, and whatever is behind them in a row of x: a view."""
+    """Returns queries and keys, and the remaining heads of each row of x, as a view."""
     cos, sin = cos_sin
     (t, have), half, d = x.shape, cos.shape[1], heads.d
     count = heads.heads + heads.kv_heads
@@ -275,13 +275,13 @@ def qk_norm_rope(
 
 
 def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
-    """x [t, heads, d] turned: all heads are queries."""
+    """Rotates x [t, heads, d]; all heads are passed as queries."""
     heads = Heads(x.shape[1], 0, x.shape[2], interleaved=interleaved)
     return qk_norm_rope(x.flatten(1), heads, None, cos_sin)[0]
 
 
 def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
-    """cos and sin float32 [t, half] of positions int32 [t] times freqs float32 [half]."""
+    """Returns cos and sin float32 [t, half] of positions int32 [t] times freqs float32 [half]."""
     t, half = len(positions), len(freqs)
     cos, sin = freqs.new_empty(t, half), freqs.new_empty(t, half)
     operands = (positions.contiguous(), freqs, cos, sin, factor)
@@ -290,7 +290,7 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The means of rows [begin, end) of x [t, n], each divided by its length."""
+    """Returns float32 [spans, n]: means of rows [begin, end) of x [t, n], each over its norm."""
     y = x.new_empty(len(spans), x.shape[1], dtype=torch.float32)
     bounds = torch.tensor(spans, dtype=torch.int64, device=x.device)
     pool_kernel[(len(spans),)](x, bounds, y, row_stride(x, "x"), **whole_row(x.shape[1]))
@@ -301,7 +301,7 @@ def activate(
     x: Tensor, act: str, gated: bool = False, alpha: float = 0.0, limit: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """act(x) of x [rows, n], or of n gates and n ups: an `Activation`, "cap", "clamped", "bias"."""
+    """Returns act(x) of [rows, n], or of n gates and n ups; act may be "cap", "clamped", "bias"."""
     n = x.shape[1] // 2 if gated else x.shape[1]
     y = x.new_empty(len(x), n)
     if x.stride(0) % 8:  # an odd vocabulary, or few experts
@@ -314,22 +314,22 @@ def activate(
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap · tanh(x / cap) of x [rows, n]."""
+    """Returns cap · tanh(x / cap) of x [rows, n]."""
     return activate(x, "cap", limit=cap)
 
 
 def act_and_mul(x: Tensor, act: str) -> Tensor:
-    """act(gate) · up of x [rows, gate then up]."""
+    """Returns act(gate) · up of x [rows, 2n], gate then up."""
     return activate(x, act, gated=True)
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) · gate · sigmoid(alpha · gate) within the limit of x [rows, gate then up]."""
+    """Returns (up + 1) · gate · sigmoid(alpha · gate) of clamped x [rows, 2n], gate then up."""
     return activate(x, "clamped", True, alpha, limit)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, n] + bias [n], if any: a second rounding behind the GEMM's, whoever computed it."""
+    """Returns x [rows, n] + bias [n], if any; always a second rounding, after the GEMM's."""
     if bias is None:
         return x
     return activate(x, "bias", bias=bias)

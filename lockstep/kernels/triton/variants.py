@@ -1,11 +1,11 @@
-"""Every kernel variant that may be launched on sm_90, and what it costs: registers, spills, shared
-memory, compiled without a GPU.
+"""The kernel variants of four models on sm_90, and the cost of each: registers, spills, shared
+memory. Compiled without a GPU.
 
 Variants are what the operations and attention launch for Qwen3-8B, Qwen3-30B-A3B, gpt-oss and
-DeepSeek-V3, heard by Triton's hook and never run: tensors have shapes and no memory. Lengths,
-windows and counts are run-time values and make no variants. A new kernel is one more call here.
-Triton keeps binaries by the digest of all that they depend on: what has not changed is not compiled
-again. `lab.binaries` judges what they cost.
+DeepSeek-V3. Triton's hook records the launches and none runs: tensors have shapes but no memory.
+Lengths, windows and counts are run-time values and make no variants. To add a kernel, add a call
+here. Triton caches binaries by a digest of all that they depend on, so unchanged ones are not
+compiled again. `lab.binaries` checks the costs.
 """
 
 import importlib
@@ -37,7 +37,7 @@ from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 GEMMS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 ROWS = 3  # neither 1 nor a multiple of 16, for which Triton would compile another variant
-Launch = tuple[Any, ...]  # what its name says besides the kernel's; a function, its arguments
+Launch = tuple[Any, ...]  # a label for the variant's name, then a function and its arguments
 
 half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
 floats = partial(torch.empty, dtype=torch.float32, device="meta")
@@ -45,13 +45,13 @@ ints = partial(torch.empty, dtype=torch.int32, device="meta")
 longs = partial(torch.empty, dtype=torch.int64, device="meta")
 
 
-# ---- what is launched ----
+# ---- launches ----
 
 
 @contextmanager
 def offline(hook: Callable[..., bool] | None) -> Iterator[None]:
-    """Triton compiles for sm_90 and reaches no card; what is launched goes to the hook, if any."""
-    before, device = driver._active, object()  # of which nothing is compiled yet
+    """Lets Triton compile for sm_90 without a GPU; launches are passed to `hook`, if any."""
+    before, device = driver._active, object()  # a new device, for which nothing is compiled yet
     card = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: device,
@@ -67,7 +67,7 @@ def offline(hook: Callable[..., bool] | None) -> Iterator[None]:
 
 
 def hear(found: dict[str, str], label: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-    """Notes a launch, named by kernel, label and the switches that are on. It goes no further."""
+    """Records a launch, named by kernel, label and constants that are True; True: do not run it."""
     names = fn.jit_function.arg_names
     on = [names[at].lower() for (at,), value in compile["constants"].items() if value is True]
     name = " ".join((fn.name.removesuffix("_kernel"), label, *on))
@@ -77,7 +77,7 @@ def hear(found: dict[str, str], label: str, fn: Any, compile: dict[str, Any], **
 
 
 def variants() -> dict[str, str]:
-    """By name: a kernel and what it is compiled for, as Triton's `preload` takes it."""
+    """Returns all variants by name, each as the string that Triton's `preload` takes."""
     found: dict[str, str] = {}
     for label, function, *arguments in (*attentions(), *gemms(), *rows(), *experts()):
         with offline(partial(hear, found, label)):
@@ -86,7 +86,7 @@ def variants() -> dict[str, str]:
 
 
 def group(d_qk: int, d_v: int, kv: str = "bfloat16", cap: float | None = None) -> GroupSpec:
-    """A group of such heads: 32 with 8 of keys, or 128 over a latent cache."""
+    """Returns a group of these head sizes: 32 heads over 8 kv heads, or 128 over a latent cache."""
     heads: dict[str, Any] = {"layout": Layout.DENSE, "heads": 32, "kv_heads": 8}
     if d_qk > 512:
         heads = {"layout": Layout.LATENT, "heads": 128, "kv_heads": 1}
@@ -98,7 +98,7 @@ def attend(
     head: tuple[int, int], shape: Any, kv: str = "bfloat16", page: int = 16,
     cap: float | None = None, tree: bool = False,
 ) -> Launch:  # fmt: skip
-    """Attention, launched in a shape, or in that of a function of `launch`."""
+    """Returns an attention launch; `shape` is a Tuning or a function of `launch` that gives one."""
     spec, label = group(*head, kv, cap), f"{head[0]}/{head[1]} {kv}"
     if isinstance(shape, launch.Tuning):
         label += f" page {page}"
@@ -123,7 +123,7 @@ def attend(
 
 
 def attentions() -> Iterator[Launch]:
-    """Head sizes, launch shapes, features."""
+    """Yields attention launches for head sizes, launch shapes and features."""
     shapes = (launch.few, launch.some, launch.many)
     narrow, small, latent = "float8_e4m3", HEADS[:2], HEADS[4]
     yield from (attend(head, shape) for head, shape in product(HEADS, shapes))
@@ -139,7 +139,7 @@ def attentions() -> Iterator[Launch]:
 
 
 def gemms() -> Iterator[Launch]:
-    """Every tile that the table names for the shapes, and a latent head's batched GEMM."""
+    """Yields GEMMs for every tile chosen for the shapes in GEMMS, and MLA's batched GEMMs."""
     for n, k in GEMMS:
         operands = (half(ROWS, k), half(n, k), half(ROWS, n))
         for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
@@ -150,8 +150,8 @@ def gemms() -> Iterator[Launch]:
 
 
 def rows() -> Iterator[Launch]:
-    """Norms, rotations, gates, biases; the sampler; the cache's writers and its mover: 8 heads of
-    128, or a latent row."""
+    """Yields norms, rotations, gates, biases; the sampler; cache writes (8 heads of 128, or a
+    latent row) and moves."""
     for n in (4096, 2880):
         x, weight = half(ROWS, n), floats(n)
         yield f"{n}", rowwise.rms_norm, x, weight, 1e-6
@@ -178,7 +178,7 @@ def rows() -> Iterator[Launch]:
 
 
 def experts() -> Iterator[Launch]:
-    """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
+    """Yields a mixture of experts: 8 of 128, hidden 2048, inner 768; and a choice among groups."""
     for count in (ROWS, 256):
         yield f"{count} rows", moe.router, half(count, 2048), floats(128, 2048)
     few, many = Routing(8, 128, norm=True), Routing(8, 256, "sigmoid", True, groups=8, keep=4)
@@ -191,19 +191,19 @@ def experts() -> Iterator[Launch]:
     yield "8", moe.combine, half(8 * ROWS, 2048), routes
 
 
-# ---- what it costs ----
+# ---- costs ----
 
 
 def build(variant: str) -> Any:
-    """The compiled kernel."""
+    """Compiles a variant and returns the kernel."""
     module, name = json.loads(variant)["name"].rsplit(".", 1)
     with offline(None):
         return getattr(importlib.import_module(module), name).preload(variant)
 
 
 def inspect(variant: str) -> dict[str, int]:
-    """Registers, stack, accesses to local memory inside loops that multiply matrices, shared memory
-    and matrix instructions of a variant, compiled."""
+    """Returns registers, stack, local-memory accesses in loops with MMAs, shared memory and MMA
+    instructions of a compiled variant."""
     kernel = build(variant)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
@@ -225,12 +225,12 @@ def inspect(variant: str) -> dict[str, int]:
 
 
 def loop_spills(sass: str) -> int:
-    """Loads and stores of local memory inside innermost loops that hold a matrix instruction."""
+    """Counts loads and stores of local memory in innermost loops with a matrix instruction."""
     code = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.M)  # 16 bytes each
     loops = []
     for end, text in enumerate(code):
         back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        # a wait that was not over at once is repeated at the end of the code, and jumps back
+        # not a loop: a barrier wait's retry is at the end of the code and jumps back
         if back is None or "SYNCS.PHASECHK" in " ".join(code[max(end - 3, 0) : end]):
             continue
         body = range(int(back[1], 16) // 16, end + 1)
