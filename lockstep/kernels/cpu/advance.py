@@ -1,5 +1,5 @@
-"""A step with one row of each request, one position further, in its image: what its rows see, where
-their keys go, and how they are sampled. Called by the CPU backend, in launches that guess on."""
+"""Moves a step with one row per request one position further, in its image: visible keys, write
+slots and sampling counters. Called by the CPU backend in launches that draft a chain of tokens."""
 
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ COST_NS = 100
 
 
 def unit(at: Any, nth: Any, worker: Any) -> None:
-    """All of one group; addresses are 0 where another group's call has moved them on."""
+    """Advances one group. `start` is 0 if another group's call has already moved positions."""
     record = int64_at(at + ENTRIES)
     rows, page_size, window = record[0], record[1], record[2]
     positions, kv_lens, slots = int32_at(record[3]), int32_at(record[4]), int32_at(record[5])
@@ -31,6 +31,6 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
 
 @cache
 def compiled() -> Any:
-    """The kernel of this machine."""
+    """Returns the kernel, compiled once per process."""
     names = threads.linked(globals(), {}, ("first_seen", "paged"))
     return threads.kernel("advancing", names["unit"])

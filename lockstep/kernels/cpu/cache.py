@@ -1,7 +1,7 @@
-"""Where compiled kernels are kept, and when they are stale.
+"""The disk cache of compiled kernels.
 
-Numba watches the one file of the function it caches; a kernel is made of several. So the folder is
-named by a digest of every source, the versions of the compilers and the processor.
+Numba invalidates by the one file of the function that it caches, but a kernel is made of several.
+So the folder is named by a digest of all sources, the compilers' versions and the processor.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from lockstep.sample import formulas
 from lockstep.types import KV_FORMATS
 
 config: Any = numba.core.config
-_SETTING = threading.RLock()  # one thread at a time names the folder
+_SETTING = threading.RLock()  # held while CACHE_DIR is changed
 
 
 def sources() -> list[Path]:
-    """Every file whose text ends up in a kernel."""
+    """Returns every file whose code is compiled into a kernel."""
     elsewhere = [Path(module.__file__ or "") for module in (address, formulas, order)]
     return [*sorted(Path(__file__).parent.glob("*.py")), *elsewhere]
 
 
 def folder() -> Path:
-    """The cache folder of these sources on this machine."""
+    """Returns the cache folder of these sources on this machine."""
     digest = hashlib.sha256()
     for part in (sys.version, numba.__version__, llvmlite.__version__, repr(KV_FORMATS), *TARGET):
         digest.update(part.encode())
@@ -45,8 +45,8 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def cached_here(name: str) -> Iterator[bool]:
-    """What is compiled inside is kept in `folder()`, under its own name: kernels share their
-    outermost text. Yields False if it cannot be kept."""
+    """Caches what is compiled in the block in `folder() / name`; kernels need a name because they
+    share their outermost function. Yields False if the folder cannot be created."""
     with _SETTING:
         before, place, writable = config.CACHE_DIR, folder() / name, True
         try:

@@ -1,8 +1,8 @@
-"""A digest of bytes at the speed of memory: which numbers these are, not whether they are forged.
+"""A digest of bytes at memory speed: it identifies weights, but does not protect against forgery.
 
-Bytes are cut into blocks, a block into lanes of 64-bit words; a lane takes each word by a step that
-is invertible in the word and in the lane, so that a single changed word always shows. What the
-lanes end with goes through BLAKE2b. Called where weights are read.
+Bytes are divided into blocks, a block into lanes of 64-bit words. A lane absorbs each word in a
+step that is invertible in the word and in the lane, so a single changed word always changes it. The
+lanes' final values are hashed by BLAKE2b. Called where weights are read.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from torch import Tensor
 from lockstep.kernels.cpu import threads
 from lockstep.kernels.cpu.threads import int64_at
 
-LANES = 64  # 64-bit words side by side
+LANES = 64  # independent chains of 64-bit words
 BLOCK = 1 << 9  # rows of LANES words in a block: 256 KiB
 FACTOR = -7046029254386353131  # odd; 2^64 divided by the golden ratio, as int64
 SIZE = 16  # bytes of a digest
-BLOCK_NS = 40_000  # of one thread
+BLOCK_NS = 40_000  # per block on one thread
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Of a contiguous tensor's bytes on the CPU."""
+    """Returns the digest of a CPU tensor's bytes."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     rows = len(data) // (8 * LANES)
     blocks = -(-rows // BLOCK)
@@ -38,7 +38,7 @@ def digest(tensor: Tensor) -> bytes:
 
 @threads.njit(**threads.OPTIONS)
 def unit(at: Any, block: Any, worker: Any) -> None:
-    """One block. The entries are `digest`'s."""
+    """Absorbs one block into its lanes. The entries are `digest`'s."""
     record = int64_at(at + threads.ENTRIES)
     lanes, rows = int64_at(record[2] + 8 * LANES * block), record[1]
     for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
@@ -48,4 +48,4 @@ def unit(at: Any, block: Any, worker: Any) -> None:
             lanes[j] = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
 
 
-work = cache(partial(threads.kernel, "digest", unit))  # the compiled kernel of this machine
+work = cache(partial(threads.kernel, "digest", unit))  # compiled once per process

@@ -1,10 +1,10 @@
-"""The inner loops as LLVM IR: from the pool into a tile, scores of a few rows against a tile,
-values of a tile into a few rows, and a few rows times a panel of weights.
+"""The inner loops as LLVM IR: copying keys or values from the pool into a tile, scores of a few
+rows against a tile, adding a tile's values to a few rows, and a few rows times a panel of weights.
 
-A row of the pool has a code of `types.KV_FORMATS` and an entry in a table of int64 byte addresses,
-so pages of any size look the same; widening to float32 is exact. A micro-kernel holds `rows` x
-`vectors` accumulators in registers, each one fma chain: no shape changes a bit. Knows addresses and
-strides in bytes. Called by attend.py and gemm.py.
+A row of the pool is given by the code of its format (`types.KV_FORMATS`) and an entry in a table of
+int64 byte addresses, whatever the page size; widening to float32 is exact. A micro-kernel keeps
+`rows` x `vectors` accumulators in registers, each one fma chain: its shape changes no bit. Knows
+addresses and strides in bytes. Called by attend.py and gemm.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,30 +22,30 @@ from lockstep.types import KV_FORMATS
 
 variable: Any = cgutils.alloca_once_value  # numba gives it no types
 VECTOR_BYTES = 4 * LANES
-# triple, processor, features: as compiled for
+# the target that is compiled for: triple, processor, features
 TARGET: tuple[str, ...] = registry.cpu_target.target_context.codegen().magic_tuple()
 WIDE = "+avx512f" in TARGET[2]
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
 Shapes = Iterable[tuple[int, int]]
-Vectors = Callable[[Any], list[Any]]  # those of an index, as emitted
+Vectors = Callable[[Any], list[Any]]  # emits the load of an index's vectors and returns them
 PIECE = 4  # elements of a key that are transposed together: one 128-bit lane of floats
 STEP = 8  # columns per iteration: head sizes are multiples of 8
 FLOAT32 = KV_FORMATS["float32"].code
-RAW = {4: F32, 2: I16, 1: I8}  # an element by its bytes: float, or the bits of a narrow format
+RAW = {4: F32, 2: I16, 1: I8}  # LLVM type of an element by its bytes: float32, or raw bits
 PANEL_ROWS = 6  # of a GEMM's full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
 PANEL = LANES * VECTORS  # and its columns
-FORMATS = {2: "bfloat16", 4: "float32"}  # a panel's, by the bytes of a number
+FORMATS = {2: "bfloat16", 4: "float32"}  # of a panel, by the bytes of a number
 SHAPES = [(rows, width) for rows in range(1, ROWS + 1) for width in (1, 2, 4) if width <= VECTORS]
 
 
 def row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]:
-    """base, base + stride, base + 2*stride, ..."""
+    """Emits the addresses base, base + stride, base + 2*stride, ..."""
     return [builder.add(base, builder.mul(stride, I64(r))) for r in range(rows)]
 
 
 def switched(builder: Any, key: Any, cases: Mapping[int, Callable[[], None]]) -> None:
-    """Emits every case, and a jump to the one that `key` names at run time."""
+    """Emits every case, and a run-time jump to the one that `key` names, or past all cases."""
     done = builder.append_basic_block("done")
     choice = builder.switch(key, done)
     for number, emit in cases.items():
@@ -60,7 +60,7 @@ def switched(builder: Any, key: Any, cases: Mapping[int, Callable[[], None]]) ->
 def shaped(
     builder: Any, rows: Any, width: Any, shapes: Shapes, emit: Callable[[int, int], None]
 ) -> None:
-    """One loop per shape of a micro-kernel, (rows, width)."""
+    """Emits one loop per shape (rows, width) of a micro-kernel, and a run-time jump to one."""
     key = builder.add(builder.mul(rows, I64(16)), width)
     switched(builder, key, {16 * r + w: partial(emit, r, w) for r, w in shapes})
 
@@ -70,7 +70,7 @@ def scores(
     builder: Any, rows: Any, vectors: Any, q: Any, q_stride: Any, keys: Any, keys_stride: Any,
     depth: Any, s: Any, s_stride: Any,
 ) -> None:  # fmt: skip
-    """s[r][j] = fma chain over c in [0, depth) of q[r][c] * keys[c][j], from 0."""
+    """Computes s[r][j] = fma chain over c in [0, depth) of q[r][c] * keys[c][j], from 0."""
 
     def loop(rows: int, vectors: int) -> None:
         def column(c: Any) -> list[Any]:
@@ -89,8 +89,8 @@ def values(
     builder: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any,
     last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any,
 ) -> None:  # fmt: skip
-    """acc[r][column + j] = acc * alpha[r], then an fma chain over the keys [first, last) of
-    p[r][key] * v[key][column + j]. Row `key` of v lies at table[key]; `column` is in bytes."""
+    """Computes acc[r][column + j] = acc * alpha[r], then an fma chain over keys [first, last) of
+    p[r][key] * v[key][column + j]. Row `key` of v is at table[key]; `column` is in bytes."""
 
     def loop(rows: int, vectors: int) -> None:
         p_rows = row_addresses(builder, p, p_stride, rows)
@@ -116,8 +116,8 @@ def products(
     builder: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any,
     y_stride: Any, columns: Any,
 ) -> None:  # fmt: skip
-    """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
-    panel[depth][j]; `columns` are stored. `item` bytes has a number of the panel: 4 or 2."""
+    """Computes y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
+    panel[depth][j]; stores the first `columns`. `item`: bytes per number of the panel, 4 or 2."""
 
     def loop(count: int, size: int) -> None:
         number = ir.VectorType(RAW[size], LANES)
@@ -145,8 +145,8 @@ def products(
 def chains(
     builder: Any, rows: list[Any], span: tuple[Any, Any], start: list[Any], vectors_at: Vectors
 ) -> list[Any]:
-    """The fma chains over i in span of rows[r][i] * vectors_at(i), each from its start."""
-    sums = [variable(builder, x) for x in start]  # LLVM makes registers of them
+    """Emits the fma chains over i in span of rows[r][i] * vectors_at(i), each from its `start`."""
+    sums = [variable(builder, x) for x in start]  # LLVM promotes them to registers
     with cgutils.for_range_slice(builder, *span, I64(1)) as (i, _):
         vectors, offset = vectors_at(i), builder.mul(i, I64(4))
         for r, row in enumerate(rows):
@@ -158,12 +158,12 @@ def chains(
 
 
 def load_row(builder: Any, address: Any, vectors: int) -> list[Any]:
-    """So many vectors from an address."""
+    """Emits loads of consecutive vectors from an address."""
     return [load_ir(builder, address, VECTOR_BYTES * j) for j in range(vectors)]
 
 
 def store_rows(builder: Any, sums: list[Any], rows: list[Any], vectors: int) -> None:
-    """Write the accumulators of each row to its address."""
+    """Emits stores of each row's accumulators to its address."""
     for r, row in enumerate(rows):
         for j in range(vectors):
             store_ir(builder, row, sums[r * vectors + j], VECTOR_BYTES * j)
@@ -173,7 +173,7 @@ def store_rows(builder: Any, sums: list[Any], rows: list[Any], vectors: int) -> 
 
 
 def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
-    """A vector of raw elements to float32, exactly."""
+    """Converts a vector of raw elements of a format to float32, exactly."""
     if kind == "float32":
         return raw
     count = raw.type.count
@@ -182,8 +182,8 @@ def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
         return builder.bitcast(builder.shl(builder.zext(raw, bits), constant(bits, 16)), floats)
     if kind == "float16":
         return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), count)), floats)
-    # e4m3 has 4 exponent bits with bias 7; as the low exponent bits of a half (bias 15) the value
-    # is 2^-8 of it, subnormals included
+    # e4m3 has 4 exponent bits with bias 7; as the low exponent bits of a half (bias 15) they make
+    # 2^-8 of the value, subnormals included
     half_bits = ir.VectorType(I16, count)
     wide = builder.zext(raw, half_bits)
     size = builder.and_(wide, constant(half_bits, 0x7F))
@@ -195,10 +195,10 @@ def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
 
 
 def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
-    """Four vectors of pieces to four of columns: 4 x 4 inside every 128-bit lane."""
+    """Transposes the 4 x 4 floats in each 128-bit lane of four vectors: pieces to columns."""
 
     def pick(a: Any, b: Any, index: tuple[int, int, int, int]) -> Any:
-        """Elements 0..3 of the index name a's lane, 4..7 b's."""
+        """Shuffles each 128-bit lane: indices 0..3 select from a's lane, 4..7 from b's."""
         own = [i if i < PIECE else LANES + i - PIECE for i in index]
         places = [lane + i for lane in range(0, LANES, PIECE) for i in own]
         return lanes.shuffle_ir(builder, a, b, places)
@@ -211,7 +211,7 @@ def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def concat_ir(builder: Any, parts: list[Any]) -> Any:
-    """Vectors laid end to end (a power of two of them)."""
+    """Concatenates vectors (a power of two of them)."""
     while len(parts) > 1:
         count = parts[0].type.count
         pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -220,14 +220,14 @@ def concat_ir(builder: Any, parts: list[Any]) -> Any:
 
 
 def each_format(builder: Any, code: Any, emit: Callable[[str, int], None]) -> None:
-    """What `emit(name, bytes of an element)` writes, for whichever format has the code."""
+    """Emits `emit(name, bytes of an element)` for every format; `code` selects at run time."""
     cases = {known.code: partial(emit, kind, known.nbytes) for kind, known in KV_FORMATS.items()}
     switched(builder, code, cases)
 
 
 @lanes.ir_function(lanes.integers(5))
 def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, stride: Any) -> None:
-    """keys[c][j] = column c of the row at table[j], for 16 rows and `depth` columns."""
+    """Sets keys[c][j] to column c of the row at table[j], for 16 rows and `depth` columns."""
     row = [load_ir(builder, table, 8 * j, of=I64, align=8) for j in range(LANES)]
 
     def loop(kind: str, item: int) -> None:
@@ -248,7 +248,7 @@ def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, strid
 
 @lanes.ir_function(lanes.integers(4))
 def widened(builder: Any, code: Any, source: Any, depth: Any, target: Any) -> None:
-    """`depth` elements to float32; 8 past a multiple of 16 are followed by 8 zeros."""
+    """Copies `depth` (a multiple of 8) elements as float32; pads to a multiple of 16 with zeros."""
     whole = builder.sdiv(depth, I64(LANES))
 
     def load(kind: str, item: int, index: Any, count: int) -> Any:

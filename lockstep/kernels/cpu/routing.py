@@ -1,7 +1,7 @@
-"""Which experts compute a row, on the CPU, and their parts added again.
+"""Mixture of experts on the CPU: chooses the experts of every row and combines their outputs.
 
-Scores and shares are row kernels; the rest moves, compares or rounds once, which torch does with
-the same bits everywhere. Rows are laid out expert by expert. Called through the table, ops.py.
+Softmax, sigmoid and shares are row kernels; the rest moves, compares or rounds once, which torch
+does with the same bits everywhere. Rows are stored expert by expert. Called through ops.py.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from lockstep.ops import Routing
 
 
 class Routes(NamedTuple):
-    """The experts of every row, and their pairs (row, choice) as they are laid out."""
+    """The experts of every row, and the pairs (row, choice) in their order in memory."""
 
     ids: Tensor  # int64 [t, k]
     weights: Tensor  # float32 [t, k]
-    pairs: Tensor  # int64 [t · k]: the numbers row · k + choice, by expert and then ascending
+    pairs: Tensor  # int64 [t · k]: numbers row · k + choice, by expert, then ascending
     indptr: Tensor  # int64 [experts + 1]: where each expert's pairs begin
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
-    """Scores, the best k of them, their weights, and the pairs by expert."""
+    """Scores experts; returns the best k per row, their weights, and the pairs by expert."""
     scores = logits
     if routing.score != "chosen":
         scores = rows.softmax(logits) if routing.score == "softmax" else rows.sigmoid(logits)
@@ -44,7 +44,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes
 
 
 def limited(ranked: Tensor, routing: Routing, in_pairs: bool) -> Tensor:
-    """-inf for experts outside of the best groups, by their best expert or the best two's sum."""
+    """Sets experts outside of the best groups (by best expert, or by best two's sum) to -inf."""
     grouped = ranked.view(len(ranked), routing.groups, -1)
     ordered = grouped.sort(-1, descending=True).values
     top = ordered[..., 0]
@@ -55,17 +55,17 @@ def limited(ranked: Tensor, routing: Routing, in_pairs: bool) -> Tensor:
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """Ids of the k largest of every row, largest first, ties by the smaller id."""
+    """Returns ids of the k largest per row, largest first, of equals the smaller id first."""
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
 
 def dispatch(x: Tensor, routes: Routes) -> Tensor:
-    """A row per pair, by expert."""
+    """Returns one row of x per pair, by expert."""
     return x.index_select(0, routes.pairs // routes.weights.shape[1])
 
 
 def combine(parts: Tensor, routes: Routes) -> Tensor:
-    """The parts of every row, in the order of its choice, times their weights."""
+    """Adds the parts of every row times their weights, in the order of its choices."""
     by_row = torch.empty_like(parts).index_copy_(0, routes.pairs, parts)
     slots = by_row.view(*routes.weights.shape, -1)
     total = torch.zeros_like(slots[:, 0])

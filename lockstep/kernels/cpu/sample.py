@@ -1,9 +1,9 @@
-"""Choosing a token on the CPU, and log-probabilities: the texts of one row each, and their compiled
+"""Samples tokens and computes log-probabilities on the CPU: functions of one row, and the compiled
 kernel, whose threads take whole rows.
 
-The formulas behind them are those of `sample/formulas.py`, compiled with them. Tokens are ordered
-by score and then by id, everywhere; probabilities are integers in units of 2^-42, whose sums are
-exact and have no order. Called through the table, ops.py.
+The formulas are those of `sample/formulas.py`, compiled together with this file. Tokens are always
+ordered by score, then by id. Probabilities are integers in units of 2^-42, whose sums are exact in
+any order. Called through the table in ops.py.
 """
 
 import math
@@ -20,32 +20,32 @@ from lockstep.kernels.cpu.threads import ENTRIES, empty, float32_at, float64_at,
 from lockstep.sample import formulas as f
 from lockstep.sample.formulas import gumbel, ln, philox, weight, wide_float
 
-BUCKETS = 2048  # of the score's distance to the best; the last one holds all from 32 nats on
+BUCKETS = 2048  # of the score's distance to the best; the last one has all from 32 nats on
 PER_NAT = np.float32(64)
-GROUPS = 64  # of four tokens: noise is made for 256 tokens at a time
+GROUPS = 64  # of four tokens: noise is computed for 256 tokens at a time
 ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
-LOGIT_NS = 1  # of one thread
-CHOOSE, DESCRIBE = 0, 1  # what is done with a row
+LOGIT_NS = 1  # per logit on one thread
+CHOOSE, DESCRIBE = 0, 1  # the operation on a row: sample a token; log-probabilities
 
 
 def key_of(x: Any) -> Any:
-    """A float32 as an int32 in the same order; -0 and 0 are one."""
+    """Returns a float32 as an int32 in the same order; -0 and 0 have one key."""
     bits = np.float32(x + ZERO).view(np.int32)
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 def rank(x: Any, i: Any, top_key: Any) -> Any:
-    """Where token i with score x stands: smaller is better, by score and then by id."""
+    """Returns the rank of token i with score x: smaller is better, by score, then by id."""
     return (np.int64(top_key) - np.int64(key_of(x))) << f.ID_BITS | np.int64(i)
 
 
 def score_of(key: Any) -> Any:
-    """The float32 of a key."""
+    """Returns the float32 with a given key."""
     return np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 def largest_key(x: Any) -> Any:
-    """The key of the largest score."""
+    """Returns the key of the largest score."""
     top = np.int32(-0x7FFFFFFF)
     for i in range(len(x)):
         top = max(top, key_of(x[i]))
@@ -53,7 +53,7 @@ def largest_key(x: Any) -> Any:
 
 
 def largest_bits(x: Any) -> Any:
-    """The largest magnitude, as bits: those of a NaN are above those of inf."""
+    """Returns the bits of the largest magnitude; those of a NaN are larger than those of inf."""
     largest = np.int32(0)
     for i in range(len(x)):
         largest = max(largest, np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF))
@@ -61,7 +61,7 @@ def largest_bits(x: Any) -> Any:
 
 
 def peak(x: Any) -> Any:
-    """(largest key, state) of a row of scores."""
+    """Returns (largest key, state) of a row of scores."""
     top = largest_key(x)
     if largest_bits(x) > f.KEY_INF:
         return top, f.NAN
@@ -71,7 +71,7 @@ def peak(x: Any) -> Any:
 
 
 def first_best(x: Any) -> Any:
-    """(token, state): the largest score, the lowest id among equals."""
+    """Returns (token, state) for the largest score, the lowest id among equals."""
     top, state = peak(x)
     if state != f.OK:
         return f.NO_TOKEN, state
@@ -82,12 +82,12 @@ def first_best(x: Any) -> Any:
 
 
 def exponential(x: Any, top: Any) -> Any:
-    """The integer weight of a score under the best one."""
+    """Returns the integer weight of a score, relative to the best one."""
     return weight(np.float64(x) - np.float64(top))
 
 
 def denominator(x: Any, top: Any) -> Any:
-    """The sum of the row's weights: integers, so there is no order in it."""
+    """Returns the sum of the row's weights: integers, so the order is irrelevant."""
     total = np.int64(0)
     for i in range(len(x)):
         total += exponential(x[i], top)
@@ -95,13 +95,13 @@ def denominator(x: Any, top: Any) -> Any:
 
 
 def bucket(x: Any, top: Any) -> Any:
-    """Which bucket a score falls into: farther from the best is never in an earlier one."""
+    """Returns the bucket of a score: never an earlier one than that of a better score."""
     d = (top - x) * PER_NAT
     return np.int64(d) if d < BUCKETS - 1 else np.int64(BUCKETS - 1)
 
 
 def members(x: Any, top: Any, which: Any, count: Any) -> Any:
-    """The ranks of the `count` finite scores of a bucket, best first."""
+    """Returns the ranks of the `count` finite scores of a bucket, best first."""
     ranks, top_key, n = np.empty(count, np.int64), key_of(top), 0
     for i in range(len(x)):
         if x[i] > MINUS_INF and bucket(x[i], top) == which:
@@ -111,7 +111,7 @@ def members(x: Any, top: Any, which: Any, count: Any) -> Any:
 
 
 def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
-    """The rank of the last token that top-k and then top-p keep."""
+    """Returns the rank of the last token that top-k, then top-p, keep."""
     counts, sums = np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS, np.int64)
     for i in range(len(x)):
         if x[i] > MINUS_INF:
@@ -144,7 +144,7 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
 
 
 def cut(x: Any, top: Any, top_k: Any, top_p: Any, min_log: Any) -> None:
-    """Put -inf where top-k, top-p or min-p do not keep a token."""
+    """Sets scores to -inf in place where top-k, top-p or min-p remove a token."""
     if top_k < len(x) or top_p < 1:
         last, top_key = last_kept(x, top, top_k, top_p), key_of(top)
         for i in range(len(x)):
@@ -157,7 +157,7 @@ def cut(x: Any, top: Any, top_k: Any, top_p: Any, min_log: Any) -> None:
 
 
 def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
-    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: `formulas.counter`."""
+    """Writes noise of token first + 4 g + w to noise[w * GROUPS + g]. `counter`: as in formulas."""
     position, index, low, high = counter[0], counter[1], counter[2], counter[3]
     for g in range(GROUPS):
         w0, w1, w2, w3 = philox(np.int64(first // 4 + g), position, index, np.int64(0), low, high)
@@ -170,12 +170,12 @@ def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
 
 
 def beaten(bound: Any, best: Any) -> Any:
-    """Whether no token of a block whose largest score is `bound` is as good as `best`."""
+    """Returns whether no token of a block with largest score `bound` can reach `best`."""
     return bound == MINUS_INF or bound + f.NOISE_MAX < best
 
 
 def noisy_best(x: Any, counter: Any) -> Any:
-    """The token with the largest score plus noise, the lowest id among equals."""
+    """Returns the token with the largest score plus noise, the lowest id among equals."""
     words, noise = np.empty(4 * GROUPS, np.int64), np.empty(4 * GROUPS, np.float32)
     best, token = MINUS_INF, f.NO_TOKEN
     for first in range(0, len(x), 4 * GROUPS):
@@ -191,7 +191,7 @@ def noisy_best(x: Any, counter: Any) -> Any:
 
 
 def choose(x: Any, scratch: Any, floats: Any, ints: Any) -> Any:
-    """(token, state) of a row. floats: temperature, top-p, ln of min-p; ints: top-k, counter."""
+    """Samples (token, state). floats: temperature, top-p, ln of min-p; ints: top-k, counter."""
     if floats[0] == 0:
         return first_best(x)
     temperature = np.float32(floats[0])
@@ -205,12 +205,12 @@ def choose(x: Any, scratch: Any, floats: Any, ints: Any) -> Any:
 
 
 def log_prob(x: Any, top: Any, log_sum: Any) -> Any:
-    """ln of a token's probability, rounded once to float32; of a certain one 0, never -0."""
+    """Returns ln of a probability, rounded once to float32; of probability 1 it is 0, never -0."""
     return np.float32((np.float64(x) - np.float64(top)) - log_sum + 0.0)
 
 
 def best_few(x: Any, top_key: Any, ranks: Any) -> None:
-    """The len(ranks) smallest ranks of a row, ascending."""
+    """Fills `ranks` with the smallest ranks of a row, ascending."""
     ranks[:] = f.FARTHEST
     k = len(ranks)
     for i in range(len(x)):
@@ -224,8 +224,8 @@ def best_few(x: Any, top_key: Any, ranks: Any) -> None:
 
 
 def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
-    """ln of the probability of `token` into chosen[0], and the best few tokens with theirs; NaN and
-    no token for a row without any."""
+    """Writes ln of the probability of `token` to chosen[0], and the best len(top_ids) tokens with
+    theirs; NaN and NO_TOKEN for a row whose state is not OK."""
     chosen[0], top_logs[:], top_ids[:] = np.nan, np.nan, f.NO_TOKEN
     top_key, state = peak(x)
     if state != f.OK:
@@ -247,14 +247,14 @@ def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> No
 def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
 ) -> tuple[Tensor, Tensor]:
-    """A token for every row, and what became of it. A row's own numbers say whether it is cut."""
+    """Returns token and state of every row. `cuts` is unused: a row's own numbers say it."""
     tokens, states = empty(len(logits), dtype=np.int64), empty(len(logits), dtype=np.int64)
     _run(CHOOSE, logits, 0, floats, ints, tokens, states)
     return tokens, states
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row's token, and the k best with theirs."""
+    """Returns the log-probability of every row's token, and the k best tokens with theirs."""
     rows = len(logits)
     chosen, top, top_ids = empty(rows), empty(rows, k), empty(rows, k, dtype=np.int64)
     _run(DESCRIBE, logits, k, token_ids.contiguous(), chosen, top_ids, top)
@@ -262,7 +262,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor,
 
 
 def _run(what: int, logits: Tensor, few: int, *tensors: Tensor) -> None:
-    """One call over the rows of logits; the tensors depend on what is done."""
+    """Runs one call over the rows of logits; which tensors it takes depends on `what`."""
     rows, vocab = logits.shape
     cost_ns = rows * vocab * LOGIT_NS
     team = threads.team(rows, cost_ns)
@@ -272,7 +272,7 @@ def _run(what: int, logits: Tensor, few: int, *tensors: Tensor) -> None:
 
 
 def unit(at: Any, r: Any, worker: Any) -> None:
-    """One row. The entries are `_run`'s."""
+    """Computes one row. The entries are `_run`'s."""
     record = int64_at(at + ENTRIES)
     vocab, few = record[1], record[2]
     x = carray(float32_at(record[4] + 4 * vocab * r), vocab)
@@ -289,7 +289,7 @@ def unit(at: Any, r: Any, worker: Any) -> None:
 
 
 def build(**replaced: Callable[..., Any]) -> Any:
-    """The kernel, or one with some of its texts and formulas replaced by name, for the lab."""
+    """Compiles the kernel, with functions and formulas `replaced` by name for the lab."""
     own = {
         "bits_of": threads.njit(lambda x: np.float64(x).view(np.int64)),
         "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
@@ -298,4 +298,4 @@ def build(**replaced: Callable[..., Any]) -> Any:
     return threads.kernel("sampling", names["unit"], cache=not replaced)
 
 
-compiled = cache(lambda: build())  # the kernel of this machine
+compiled = cache(lambda: build())  # the kernel, compiled once per process

@@ -1,9 +1,9 @@
-"""The GPU's table of operations, sm_90: bfloat16 or float16 activations, the canonical order of
-that device class. What each operation does says `lockstep/ops.py`; here is which kernel does it.
+"""The GPU's table of operations, sm_90: bfloat16 or float16 activations, in the canonical order of
+that device class. `lockstep/ops.py` specifies each operation; this file names its kernel.
 
-The texts lie in `kernels/triton/`. A tile is chosen by the number of rows and changes no bit. With
-TRITON_INTERPRET=1 the same table works on tensors of the CPU, without any library: so the tests
-look at it where there is no GPU. Knows kernels; made by `kernels.select` when a model is loaded.
+The kernels are in `kernels/triton/`. A tile is chosen by the number of rows and changes no bit.
+With TRITON_INTERPRET=1 the same table works on CPU tensors, without cuBLAS: so tests run it on
+machines without a GPU. Instantiated by `kernels.select` when a model is loaded.
 """
 
 import os
@@ -18,12 +18,12 @@ from lockstep.kernels.triton.gemm import Tile, gemm
 from lockstep.kernels.triton.gemm_choice import GRID, Choices, CublasLt, choose, multiply
 from lockstep.types import Choice, RuleError
 
-FEW = Tile(rows=16, columns=64, depth=128, warps=4, stages=4, group=1)  # of a head or an expert
+FEW = Tile(rows=16, columns=64, depth=128, warps=4, stages=4, group=1)  # per head or expert
 MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=1)
 
 
 class Packed(NamedTuple):
-    """A weight, its bias in one row, and the library's calls for it, if any."""
+    """A weight, its bias flattened, and the library calls for its shape by row count, if any."""
 
     weight: Tensor
     bias: Tensor | None
@@ -31,8 +31,8 @@ class Packed(NamedTuple):
 
 
 class Ops:
-    """The table; `lockstep.ops.Ops` is what it is. Its device is the current GPU, if of a class we
-    know, or the CPU where kernels are interpreted."""
+    """The GPU's operations, as specified by `lockstep.ops.Ops`. Their device is the current GPU,
+    which must be of a supported class, or the CPU where kernels are interpreted."""
 
     dtypes = ("bfloat16", "float16")
     machine = "cuda-sm_90"
@@ -55,7 +55,7 @@ class Ops:
     # ---- GEMM and experts ----
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """On the device, contiguous; the first weight of a shape chooses for all of them."""
+        """Copies a weight to the device; the first of a shape runs `choose` for all of them."""
         weight = weight.to(self.device).contiguous()
         if bias is not None:
             bias = bias.to(self.device).contiguous().flatten()
@@ -65,7 +65,7 @@ class Ops:
         return Packed(weight, bias, self.choices.get(weight.shape, {}))
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """Rounded, then the bias, rounded."""
+        """Multiplies and rounds, then adds the bias and rounds."""
         (weight, bias, choices), x = packed, x.flatten(1)
         if weight.dtype == torch.float32:
             y = moe.router(x, weight)
@@ -74,13 +74,13 @@ class Ops:
         return rowwise.add_bias(y, bias)
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """One GEMM per head."""
+        """Computes one GEMM per head, in one launch."""
         t, g, n = len(x), *packed.weight.shape[:2]
         y = gemm(x, packed.weight, x.new_empty(t, g, n), FEW if t <= FEW.rows else MANY)
         return rowwise.add_bias(y.view(t, g * n), packed.bias).view(t, g, n)
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: moe.Routes) -> Tensor:
-        """One GEMM per expert, in one launch."""
+        """Computes one GEMM per expert, in one launch."""
         few = len(routes.pairs) <= FEW.rows * len(packed.weight)
         return moe.grouped_gemm(x, packed.weight, packed.bias, routes, FEW if few else MANY)
 
@@ -88,7 +88,7 @@ class Ops:
     combine = staticmethod(moe.combine)
 
     def dispatch(self, x: Tensor, routes: moe.Routes) -> Tensor:
-        """x itself: the lists find its rows."""
+        """Returns x itself: kernels find its rows through the pairs of `routes`."""
         return x
 
     # ---- rows ----
@@ -106,11 +106,11 @@ class Ops:
     soft_cap = staticmethod(rowwise.soft_cap)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Torch's own."""
+        """Returns x[rows], by torch."""
         return x.index_select(0, rows)
 
     def spread_columns(self, x: Tensor, columns: Tensor, size: int) -> Tensor:
-        """Torch's own."""
+        """Returns [t, size] with x at `columns` and -inf elsewhere, by torch."""
         return x.new_full((len(x), size), -torch.inf).index_copy_(1, columns, x)
 
     # ---- the cache ----

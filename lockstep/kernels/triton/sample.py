@@ -83,8 +83,7 @@ def score_of(key):
 
 @triton.jit
 def load_scores(logits, row, token, inside, vocab, temperature):
-    """Loads logits / temperature, -inf where not `inside`; temperature 0 (greedy) divides by
-    none."""
+    """Loads logits / temperature, or plain logits at temperature 0 (greedy); -inf outside."""
     at = logits + row * vocab + token
     x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
