@@ -201,7 +201,7 @@ def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
 
 
 def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
-    """acc = acc * alpha + p V over keys [first, last) = reach, for up to 4 rows."""
+    """Sets acc = acc * alpha + p V over keys [first, last) = reach, for up to 4 rows."""
     column, table, alpha = np.int64(0), address(scratch.v_at), address(scratch.alpha) + 4 * row
     p, acc = scratch.p + row * scratch.p_stride, scratch.acc + row * scratch.v_stride
     while column < scratch.v_stride:

@@ -247,7 +247,7 @@ def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> No
 def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns token and state of every row. `cuts` is unused: a row's own numbers say it."""
+    """Returns token and state of every row. `cuts` is unused: each row's numbers decide it."""
     tokens, states = empty(len(logits), dtype=np.int64), empty(len(logits), dtype=np.int64)
     _run(CHOOSE, logits, 0, floats, ints, tokens, states)
     return tokens, states
