@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -15,9 +17,11 @@ import pytest
 from lockstep import __version__, cli, plugins
 from lockstep.attention import select
 from lockstep.cli import Parser
+from lockstep.config import EngineConfig
 from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, Result, settle
 from lockstep.lab.guard import Finding
+from lockstep.sample.params import SamplingParams
 
 CELL = ["--backend", "reference", "--recipe", "empty", "--feature", "dense"]
 
@@ -52,6 +56,23 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
         cli.main([*command.split(), "--help"])
     assert stop.value.code == 0
     assert "examples:\n  lockstep" in capsys.readouterr().out
+
+
+def test_defaults_in_the_help_of_generate_are_those_of_the_engine_and_of_sampling():
+    stated = {}
+    for group in cli.read_table("lockstep.llm")["generate"]["groups"].values():
+        for option, words in group.items():
+            found = re.search(r"\(default: ([\d.]+)\)", words.get("help", ""))
+            if found:
+                stated[option.removeprefix("--").replace("-", "_")] = float(found[1])
+    fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(SamplingParams))
+    own = {"max_tokens", "temperature"}  # the command's, in its table
+    numbers = {
+        field.name: float(field.default)
+        for field in fields
+        if type(field.default) in (int, float) and field.name not in {*own, "sample_index"}
+    }
+    assert stated == numbers
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):

@@ -71,6 +71,19 @@ def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
     assert again["completions"] == outputs[1]["completions"], "alone, it is the same"
 
 
+def test_stop_token_ids_prompt_logprobs_and_graphs_are_options(capsys):
+    words = (PROMPT, "--max-tokens", "6", "--max-total-tokens", "2048", "--json", "-")
+    plain = json.loads(run(capsys, *words)[1])["outputs"][0]
+    ids = plain["completions"][0]["token_ids"]
+    options = ("--disable-cuda-graph", "--stop-token-ids", str(ids[2]), "--prompt-logprobs", "1")
+    code, out, _ = run(capsys, *words, *options)
+    output = json.loads(out)["outputs"][0]
+    assert code == 0 and len(ids) == 6
+    assert output["completions"][0]["token_ids"] == ids[: ids.index(ids[2]) + 1]
+    assert output["completions"][0]["finish_reason"] == "stop"
+    assert plain["prompt_logprobs"] is None and len(output["prompt_logprobs"]) > 1
+
+
 def test_a_file_of_prompts_that_is_not_utf8_is_one_line(capsys, tmp_path, monkeypatch):
     path = tmp_path / "prompts"
     path.write_bytes(b"def\nca\xf6\n")
