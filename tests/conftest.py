@@ -1,5 +1,5 @@
 """Shared by all tests: GPU tests are collected everywhere and skipped where there is no GPU;
-waiting threads sleep."""
+waiting threads sleep instead of spinning."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "passive"
-)  # before torch and numba start threads: several test processes share the cores
+)  # set before torch and numba start threads: several test processes share the cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` need a CUDA device."""
+    """Skips tests marked `gpu` where there is no CUDA device."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

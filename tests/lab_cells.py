@@ -1,5 +1,5 @@
-"""Cells of the lab as tests: every cell of `cpu` and the quick ones of `reference`. `lockstep lab
-mutate` asks for some of them by name; pytest alone does not collect this file."""
+"""The lab's cells as tests: every cell of `cpu` and the quick ones of `reference`. `lockstep lab
+mutate` runs some of them by name; pytest alone does not collect this file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CELLS = [
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_cell(cell: str) -> None:
-    """Judged in this process, known failures as the lab has them."""
+    """Judges the cell in this process, with the lab's list of known failures."""
     result = cells.settle(cells.run_cell(cells.Cell.parse(cell)), False)
     if result.verdict == "refused":
         pytest.skip(result.reason)

@@ -1,8 +1,8 @@
-"""Backends: who is selected and why, and the conventions that others got wrong, each with a spike
-that nobody could miss.
+"""Attention backends: which one is selected and why, and the conventions that other engines got
+wrong, each shown by a spike that cannot be missed.
 
-A spike is a key whose value is 1 in one column and whose score towers over the rest, so that the
-output says which key was seen.
+A spike is a key whose value is 1 in one column and whose score is far above all others, so the
+output shows whether that key was seen.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def nans(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) 
 def attend(
     name: str, spec: GroupSpec, q: Tensor, k: Tensor, v: Tensor, cached: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """One request: `cached` keys are written by one step, then the rows of q (the last ones) are
-    computed by another."""
+    """Attends for one request. One step writes `cached` keys, another computes the rows of `q`,
+    which are the last ones. Returns (out, lse)."""
     backend, _ = select.select(name, [spec], "cpu")
     fresh = spec.layout is Layout.FRESH
     pages = None if fresh else PagePool(64)
@@ -59,8 +59,8 @@ def attend(
 
 
 def spikes(n: int, at: int, d: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """n keys of which one scores 30 above the others and carries the value 1; a query that finds
-    it."""
+    """Returns n keys, of which the one at `at` scores 30 above the others and has the value 1, and
+    a query that finds it."""
     k, v, q = torch.zeros(n, 1, d), torch.zeros(n, 1, d), torch.zeros(1, 2, d)
     q[..., 0], k[at, :, 0], v[at] = 12.0, 10.0, 1.0
     return q, k, v
@@ -177,7 +177,7 @@ def test_scales_are_applied_once_and_new_keys_are_read_back_like_old_ones(backen
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sinks", [None, (0.5, -0.5)])
 def test_a_row_that_sees_nothing_is_zero(backend, sinks):
-    """An encoder of length 0: out 0, and lse -inf or, with a sink, the sink."""
+    """An encoder of length 0: out is 0, and lse is -inf or, with a sink, the sink."""
     spec = replace(DENSE, layout=Layout.CROSS, causal=False, layers=(AttnSpec(0.25, sinks=sinks),))
     chosen, _ = select.select(backend, [spec], "cpu")
     pages, pool = PagePool(4), Pool(spec, 4, Ops())
@@ -306,7 +306,7 @@ def test_queries_of_the_wrong_shape_or_type_are_refused(q):
 
 
 def test_the_reference_answers_in_the_type_of_its_activations():
-    """It was float32, which a model of narrower activations cannot take."""
+    """The output used to be float32, which a model with narrower activations cannot take."""
     q, k, v = torch.randn(3, 2, 16), torch.randn(3, 1, 16), torch.randn(3, 1, 16)
     exact, _ = attend("reference", DENSE, q.bfloat16().float(), k, v)
     out, lse = attend("reference", DENSE, q.bfloat16(), k, v)

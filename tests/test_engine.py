@@ -1,8 +1,8 @@
-"""The whole engine: an answer is a function of model, prompt, parameters and seed, whatever else
-happens.
+"""The whole engine: an answer is a function of model, prompt, parameters and seed, and of nothing
+else.
 
-Small models, real files, real pages. The lone run of a request, without a cache and without
-neighbours, is the oracle.
+Small models, real files, real pages. The oracle is the request's lone run, without a cache and
+without other requests.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_nan_logits_end_their_request_and_nothing_else():
     kind = engine.kinds[GENERATE]
 
     def poisoned(ids, positions, step):
-        """The row of one token, which only the other request has, is NaN."""
+        """Makes the hidden state of one token NaN; only the other request has that token."""
         hidden = kind.forward(ids, positions, step).clone()
         hidden[ids == poison] = torch.nan
         return hidden
@@ -300,8 +300,8 @@ def test_the_built_in_model_is_small():
 
 
 def test_the_built_in_config_states_what_transformers_would_read():
-    """It is read as it is, so that a first token does not wait for transformers; nothing may hang
-    on a default."""
+    """Lockstep reads config.json directly, so that a first token does not wait for transformers. So
+    no field may depend on a default of transformers."""
     from transformers import AutoConfig
 
     from lockstep.models import qwen3
@@ -379,7 +379,7 @@ def test_items_are_forks_of_one_prompt():
     told = llm.score(text, items)
     assert (
         llm.engine.scheduler.counters["forked"] == 2 - 1
-    )  # the first item goes on where the prompt ended, one token needs no row
+    )  # the first item continues the prompt's own request; an item of one token needs no row
     ids = llm.engine.tokenizer.encode(text)
     for item, scores in zip(items, told, strict=True):
         own = llm.engine.tokenizer.encode(item, False)
@@ -405,8 +405,8 @@ def test_bad_items_are_refused_and_the_next_request_is_right(items, rule):
 
 
 def test_a_stop_string_that_only_the_end_completes_is_a_stop():
-    """Bytes that are no character are text when no token follows; before, the reason was the
-    length."""
+    """A byte that is no character becomes text only when no token follows. The reason used to be
+    the length."""
     from lockstep.lab.tiny import LLAMA, parts
 
     engine = Engine(EngineConfig(max_total_tokens=2000), parts(LLAMA, select("cpu", [], "cpu")[0]))

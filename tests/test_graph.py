@@ -1,6 +1,6 @@
-"""What graphs of a GPU stand on, where there is none: launches that sample, ids that are samples of
-the step before, buckets that growing requests stay in, an arena with two places, weights that are
-drawn."""
+"""What GPU graphs rely on, tested without a GPU: launches that sample, ids that are samples of the
+previous step, buckets that growing requests stay in, an arena with two places, weights drawn at
+random."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from lockstep.types import GroupSpec, Layout, RuleError
 
 
 class Event:
-    """A device that is always ready."""
+    """An event of a device that is always ready."""
 
     def record(self) -> None:
-        """Nothing to wait for."""
+        """Records nothing: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Returns immediately: everything has happened."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
     bucket = buckets.fit(plans[4])
     assert pad(plans[4], bucket).bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
     assert buckets.fit(plans[2]).pages == (64, 64) and buckets.fit(plans[1]).pages == (32, 32)
-    assert Buckets((4,)).fit(plans[1]).pages == (16, 16)  # a page for every pad request
+    assert Buckets((4,)).fit(plans[1]).pages == (16, 16)  # one page for every pad request
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
     spec = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (AttnSpec(0.1),), kv_dtype="bfloat16")
     sizes = {"requests": 64, "tokens": 64, "emits": 64, "writes": (64,), "moves": (0,)}
     bucket = Bucket(width=1, tail=0, pages=(8192,), **sizes)
-    assert most_items(spec, bucket) == 64 + 512  # a split per 512 keys, and per request
+    assert most_items(spec, bucket) == 64 + 512  # one split per 512 keys, and one per request
     few = (Launch(launch.DECODE, 64, 0, 64),)
     assert [each.items for (each,) in Backend().wider(spec, bucket, few)] == [80, 128, 320]
     assert Backend().wider(spec, replace(bucket, width=0), few) == ()

@@ -1,4 +1,4 @@
-"""Pages, tables and pools: model-checked bookkeeping, exact bytes, and formats."""
+"""Pages, page tables and pools: bookkeeping against a model, exact bytes, and formats."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_a_table_needs_what_a_reservation_takes_and_none_for_an_encoder_that_was
 
 
 class Requests(RuleBasedStateMachine):
-    """Tables against a plain model: which token each request should find at each position of each
-    group."""
+    """Page tables against a plain model, which knows the token of each request at each position in
+    each group."""
 
     def __init__(self) -> None:
         super().__init__()
         self.specs = (FULL, WINDOW)
         self.pools = [PagePool(40), PagePool(60)]
-        self.slots: list[dict[int, int]] = [{}, {}]  # what lies where
+        self.slots: list[dict[int, int]] = [{}, {}]  # per group: slot -> token
         self.live: dict[int, tuple[PageTable, list[int]]] = {}
         self.names = iter(range(1000))
         self.tokens = iter(range(1, 10**6))
@@ -110,7 +110,7 @@ class Requests(RuleBasedStateMachine):
         table, tokens = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         length = max(len(tokens) - back, 0)
         if keep_from(WINDOW, length) < table.pages(1).first_pos:
-            return  # the window group no longer has what such a fork would see
+            return  # the window group has dropped pages that this fork would see
         free = [p.free for p in self.pools]
         try:
             child = table.fork(length)

@@ -1,5 +1,5 @@
-"""The lab judges: it sees what is wrong, in the cells where it is wrong, for backends that it has
-never heard of."""
+"""The lab judges: it finds what is wrong, in the cells where it is wrong, also in backends that it
+does not know."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Backend(Reference):
 
 @pytest.fixture
 def outsider(tmp_path: Path) -> dict[str, str]:
-    """Somebody else's package on the path, with a backend behind the entry point."""
+    """Returns an environment in which another package is on the path, with a backend as an entry
+    point."""
     info = tmp_path / "offbyone-1.0.dist-info"
     info.mkdir()
     (tmp_path / "offbyone.py").write_text(OFF_BY_ONE)
@@ -144,7 +145,7 @@ def test_guard_bands_notice_a_write_outside_and_a_changed_input():
 
 
 def test_a_guarded_image_stands_in_for_an_arena_always_at_one_address():
-    """A runner remembers views of its arena: a second place would be read as the first."""
+    """A runner keeps views of its arena: an image at a second address would not be read."""
     guarded = Guarded()
     addresses = set()
     for number in (3, 4):
@@ -173,7 +174,7 @@ def test_scripts_keep_their_tokens_when_they_are_cut_and_taken_apart():
 
 
 def test_the_answer_is_plain_softmax_attention():
-    """The oracle itself, against torch on one request."""
+    """Checks the oracle itself, against torch on one request."""
     script = Script()
     request = script.open()
     script.step(script.extend(request, 9))

@@ -1,5 +1,6 @@
-"""The lab on another device and in another dtype: tolerances follow the dtype, a backend is told
-which bugs it is not proven against, and traces switch on what an engine may be asked for."""
+"""The lab on another device and in another dtype: tolerances follow the dtype, the bugs that a
+backend is not proven against are reported, and traces switch on the options that an engine may
+have."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_a_device_that_nobody_has_is_an_error_in_one_line():
 
 
 def test_the_tolerance_of_attention_holds_what_its_dtype_rounds_and_no_three_times_that():
-    """Weights and outputs rounded to bfloat16, all else in float64: within, and not by far."""
+    """Attention weights and outputs are rounded to bfloat16, all else is float64: the error is
+    within the tolerance, and not far below it."""
     feature, script = FEATURES[0].on(NARROW), Script()
     request = script.open()
     script.step(script.extend(request, 40))
@@ -134,7 +136,8 @@ def test_a_failing_trace_is_shrunk_to_what_fails(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def rowwise(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that has the device of tests/second_device installed."""
+    """Returns the environment of a process in which the device of tests/second_device is
+    installed."""
     info = tmp_path / "rowwise-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rowwise\nVersion: 1.0\n")
@@ -150,7 +153,7 @@ def rowwise(tmp_path: Path) -> dict[str, str]:
 def test_cells_pass_on_a_device_of_another_package_and_a_stale_slot_turns_them_red(
     rowwise: dict[str, str], device: str, failed: int
 ):
-    """Two cells of the quick matrix stand for all of them (docs/lab.md has the command)."""
+    """Two cells of the quick matrix represent all of them (docs/lab.md has the command)."""
     cells = ["--recipe", "reuse,engine-page", "--feature", "dense,qwen3"]
     command = ["lab", "run", "--quick", "--device", device, "--backend", "rowwise", *cells]
     whole = [sys.executable, "-m", "lockstep.cli", *command, "--workers", "0", "--json", "-"]

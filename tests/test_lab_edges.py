@@ -1,5 +1,5 @@
-"""What the lab knows of edges: infinities, padding, blind guards, things that are exactly full; and
-the option that names buckets."""
+"""The lab at edges: infinities, padding, checks that notice nothing, buffers that are exactly full;
+and the option that names buckets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SAMPLING = "lockstep.kernels.cpu.sample:compiled"
 
 
 def draft_world() -> tuple[AttentionHarness, list[Compute]]:
-    """A world in the middle of the drafts of three requests, and what they compute next."""
+    """Returns a harness in the middle of the drafts of three requests, and what they compute
+    next."""
     feature = FEATURES[0]
     script = write(next(r for r in RECIPES if r.name == "draft-decode"), feature)
     rows = values(feature.groups(16), len(script.parents))
@@ -103,7 +104,7 @@ def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch)
     rig = EngineHarness(LLAMA, select.load("cpu"))
     monkeypatch.setattr(
         "lockstep.lab.engine_harness.STEPS", 3
-    )  # stands for an engine that does not go on
+    )  # stands for an engine that stops making progress
     Cell.parse("cpu/engine-error/llama").pair()[0].play(rig, quick=True)
     assert any("never ended" in fault or "were taken in" in fault for fault in rig.faults["error"])
 

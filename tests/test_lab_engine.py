@@ -1,5 +1,5 @@
-"""The engine's cells judge: their oracle is right, their surroundings hostile, and what is wrong
-turns them red."""
+"""The engine's cells judge: their oracle is right, their environment is hostile, and a bug turns
+them red."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_bug_turns_its_cell_red_by_a_property_and_leaves_again():
 
 
 def test_philox_gives_the_published_words():
-    """Random123's known answers."""
+    """The known answers published with Random123."""
     assert choice.philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     ones = 0xFFFFFFFF
     assert choice.philox((ones,) * 4, (ones,) * 2) == (

@@ -1,4 +1,5 @@
-"""The plan: what build derives, what pad appends, what check refuses, what an image holds."""
+"""The plan: what `build` derives, what `pad` appends, what `check` refuses, what an image
+contains."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ POOL = 64
 
 
 class Batch:
-    """Requests with real tables, the way the engine makes works."""
+    """Requests with real page tables, built into `RequestWork` as the engine does."""
 
     def __init__(self, *specs: GroupSpec) -> None:
         self.specs = specs
@@ -62,7 +63,7 @@ def group(plan: StepPlan, g: int = 0) -> PagedGroup:
 
 
 def image_of(plan: StepPlan) -> tuple[ImageLayout, np.ndarray]:
-    """A plan's image, with nothing derived."""
+    """Returns a plan's image layout and its image, with nothing derived."""
     layout = ImageLayout(plan.bucket, tuple(g.spec for g in plan.groups), (0,) * len(plan.groups))
     image = np.full(layout.length, -7, np.int32)
     write(image, layout, plan, ())
@@ -185,7 +186,7 @@ def test_padding_appends_and_changes_nothing_real():
         )
     assert np.array_equal(group(padded).write_slots[:8], group(plan).write_slots)
     pads = group(padded).write_slots[plan.real.tokens :]
-    assert (pads < FULL.page_size).all()  # page 0, the sink
+    assert (pads < FULL.page_size).all()  # page 0, the null page
 
 
 def test_a_uniform_batch_keeps_its_width_when_padded():
@@ -197,7 +198,8 @@ def test_a_uniform_batch_keeps_its_width_when_padded():
 
 
 def test_a_uniform_batch_is_padded_to_no_more_rows_than_the_largest_bucket_has():
-    """Who has room for as many rows as that, a head's states for one, has room for every step."""
+    """A buffer with room for the largest bucket's rows, such as a head's states, has room for every
+    step."""
     b = Batch(FULL)
     plan = b.build(*(b.work(5, 5) for _ in range(3)))
     bucket = Buckets((4, 16)).fit(plan)

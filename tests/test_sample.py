@@ -1,5 +1,5 @@
 """Sampling: parameters, noise, processors against plain numpy, the distribution, and the same bits
-in every company."""
+in every batch."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_seed_is_drawn_once_and_a_given_one_is_kept():
     ],
 )
 def test_philox_gives_the_published_words(counter: Any, key: Any, words: Any):
-    """The known answers that come with the Random123 library."""
+    """The known answers published with the Random123 library."""
     for carrier in (np.array, torch.tensor):
         found = formulas.philox(*(carrier([c]) for c in counter), *key)
         assert tuple(int(word[0]) for word in found) == words
@@ -245,7 +245,8 @@ def test_noise_depends_on_seed_index_position_and_token_only():
 
 
 def reference_cut(x: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Which tokens stay: sort by (score, id), and so on, as one would write it down."""
+    """Returns which tokens are kept: sorted by (score, id), then cut by each rule as it is
+    defined."""
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     order = order[:top_k] if top_k > 0 else order
     p = np.exp(x[order].astype(np.float64) - x.max())
@@ -293,7 +294,7 @@ def test_cuts_keep_what_plain_numpy_keeps(top_k: int, top_p: float, min_p: float
 
 
 def reference_edit(x: np.ndarray, row: Row, eos_ids: tuple[int, ...]) -> np.ndarray:
-    """Bias, penalties, min_tokens, token by token."""
+    """Applies bias, penalties and min_tokens, token by token."""
     params, out, f = row.params, x.copy(), np.float32
     generated = list(row.token_ids[row.prompt_len :])
     for token, bias in params.biases:
@@ -330,7 +331,7 @@ EDITS = [
 
 
 def histories(params: list[SamplingParams]) -> list[Row]:
-    """Rows after 15 tokens, 10 of them the prompt, with repetitions."""
+    """Returns rows after 15 tokens, 10 of them the prompt, with repetitions."""
     tokens = np.random.default_rng(5).integers(0, 12, (len(params), 15)).astype(np.int32)
     return [Row(p, 15, 10, tokens[i]) for i, p in enumerate(params)]
 
@@ -391,13 +392,13 @@ def test_min_tokens_keeps_eos_from_being_chosen():
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Of Pearson's chi-square statistic: the upper tail of its distribution."""
+    """Returns the p-value of Pearson's chi-square statistic: the upper tail of its distribution."""
     statistic = float(((counts - expected) ** 2 / expected).sum())
     half = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-LIMIT = 1e-4  # of ten tests at fixed seeds: a sound sampler fails one of them with probability 1e-3
+LIMIT = 1e-4  # over ten tests with fixed seeds, a sound sampler fails one with probability 1e-3
 
 
 def draws(x: Tensor, rows: list[Row]) -> np.ndarray:
@@ -436,11 +437,11 @@ def test_neighbouring_positions_are_independent():
     assert p_value(pairs, np.full(25, n / 25)) > LIMIT
 
 
-# ---- the same bits in every company ----
+# ---- the same bits in every batch ----
 
 
 def crowd(vocab: int, rows: int) -> tuple[Tensor, list[Row]]:
-    """Rows of every kind."""
+    """Returns logits and rows with every kind of parameter."""
     kinds = [
         SEEDED,
         GREEDY,
@@ -477,7 +478,7 @@ def crowd(vocab: int, rows: int) -> tuple[Tensor, list[Row]]:
 
 
 def results(x: Tensor, rows: list[Row]) -> list[tuple[Any, ...]]:
-    """Per row: token, state, and the bits of its log-probabilities."""
+    """Returns per row: token, state, and the bits of its log-probabilities."""
     out = sample(x, rows, eos_ids=(1,))
     found: dict[int, tuple[Any, ...]] = {}
     if out.logprobs is not None:
@@ -509,7 +510,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch_at_any_place_with_any_threads(
 
 @pytest.mark.parametrize("vocab", [72, 1021])
 def test_the_tensor_operations_are_row_invariant_too(vocab: int):
-    """What runs on a device without kernels: not just the tokens, every intermediate."""
+    """The path of a device without kernels: not only the tokens, every intermediate result too."""
     x, rows = crowd(vocab, 64)
     every = sampler.settings(RowBatch.of(rows), vocab)
 
@@ -599,7 +600,7 @@ def test_completion_i_is_what_sample_index_i_gives_alone():
 
 
 def test_a_forced_prefix_does_not_change_what_follows():
-    """Noise is by position: resuming after a crash, or verifying a draft, needs no state."""
+    """Noise depends on the position: resuming after a crash or verifying a draft needs no state."""
     x = scores(6, 8, 300)
     once = sample(x, [Row(SEEDED, p) for p in range(8)]).token_ids
     assert torch.equal(sample(x[5:], [Row(SEEDED, p) for p in range(5, 8)]).token_ids, once[5:])
@@ -674,8 +675,8 @@ def test_log_probabilities_are_those_of_the_raw_logits(vocab: int, scale: float)
 
 
 def test_decode_verify_and_prompt_rows_share_their_bits():
-    """The same logits, one at a time, a few as a draft is verified, and all as a prompt is
-    scored."""
+    """The same logits, one row at a time, five at a time as in verifying a draft, and all together
+    as in scoring a prompt."""
     x = scores(11, 40, 777)
     tokens = torch.arange(40) * 7
     prompt = log_probs(x, tokens, 5)

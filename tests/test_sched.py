@@ -1,11 +1,11 @@
 """The scheduler with a model made of hashes: every request ends with the tokens of its lone run,
-whatever else goes on.
+whatever other requests do.
 
-The model's key at a position is a hash of the path up to it; its memory is written by the plan's
-own moves and write slots, and before a token is sampled every slot that a row sees is read through
-the plan's address formula and compared with the request's true path. Free pages are wiped after
-every step. `plan.check` judges every plan. Steps are settled at once or when the next one has been
-launched; some rows are trees of drafts, whose accepted path is settled as one list.
+The model's key at a position is a hash of the tokens up to it. Its memory is written by the plan's
+own moves and write slots. Before a token is sampled, every slot that a row sees is read through the
+plan's address formula and compared with the keys the request should have. Freed pages are wiped
+after every step, and `plan.check` judges every plan. Steps are settled immediately or after the
+next one has been launched. Some rows are draft trees, whose accepted path is settled as one list.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 ATTN = (AttnSpec(0.5),)
 VOCABULARY = 4
-LONG = "long"  # the tenant whose texts end by length alone
+LONG = "long"  # the tenant whose requests end by length only
 
 
 class Piece(NamedTuple):
@@ -88,7 +88,7 @@ FRESH = GroupSpec(Layout.FRESH, 4, 2, 8, 8, ATTN, causal=False)
 
 
 class Model:
-    """Groups, and the numbers of those that steps of each kind use."""
+    """The KV groups of a model, and the indices of those that each kind of step uses."""
 
     def __init__(self, specs, generate, encode=(), embed=()) -> None:
         self.specs = specs
@@ -117,28 +117,28 @@ def mix(*values: int) -> int:
 
 
 def base(ask: RequestSpec) -> int:
-    """What all keys of a request depend on."""
+    """Returns the hash that all keys of a request start from: its tenant and its encoder ids."""
     return mix(zlib.crc32(ask.tenant.encode()), *ask.encoder_ids)
 
 
 def keys(ask: RequestSpec, tokens: list[int]) -> list[int]:
-    """The key of every position."""
+    """Returns the key at every position."""
     return list(accumulate(tokens, mix, initial=base(ask)))[1:]
 
 
 def sample(ask: RequestSpec, tokens: list[int], index: int) -> tuple[int, bool]:
-    """The token, and whether the text ends with it."""
+    """Returns the next token, and whether the text ends with it."""
     h = mix(base(ask), *tokens, index)
     return h % VOCABULARY, ask.tenant != LONG and h // VOCABULARY % 13 == 0
 
 
 def output(request: Request) -> list[int]:
-    """What was generated so far."""
+    """Returns the tokens generated so far."""
     return request.tokens[len(request.spec.prompt) :]
 
 
 def alone(ask: RequestSpec, index: int) -> list[int]:
-    """The completion, computed by nobody but itself."""
+    """Returns the tokens of a completion that is computed alone."""
     tokens = list(ask.prompt)
     for _ in range(ask.max_new_tokens):
         token, stop = sample(ask, tokens, index)
@@ -150,12 +150,14 @@ def alone(ask: RequestSpec, index: int) -> list[int]:
 
 @cache
 def following(ask: RequestSpec, index: int) -> list[int]:
-    """Prompt and completion, and what would come behind it, as far as anybody asked."""
+    """Returns a cached list that starts as the prompt. `text` appends to it the tokens that were
+    asked for so far."""
     return list(ask.prompt)
 
 
 def text(ask: RequestSpec, index: int, length: int) -> list[int]:
-    """The first tokens of a request."""
+    """Returns the first `length` tokens of a request: prompt, completion, and what would follow
+    it."""
     tokens = following(ask, index)
     while len(tokens) < length:
         tokens.append(sample(ask, tokens, index)[0])
@@ -163,13 +165,13 @@ def text(ask: RequestSpec, index: int, length: int) -> list[int]:
 
 
 def proposed(request: Request, chains: bool = False) -> DraftTree:
-    """Two branches behind the last token: what comes next, mostly, and something else. With
-    `chains`, sometimes the first alone."""
+    """Returns a draft tree of two branches after the last token: the next three tokens, one of them
+    sometimes wrong, and one other token. With `chains`, sometimes only the first branch."""
     ask, tokens = request.spec, list(request.tokens)
     right = []
     for _ in range(3):
         right.append(sample(ask, [*tokens, *right], request.index)[0])
-    right[mix(*tokens) % 3] += mix(*tokens, 7) % 2  # sometimes a wrong one
+    right[mix(*tokens) % 3] += mix(*tokens, 7) % 2  # sometimes one is wrong
     if chains and mix(*tokens, 11) % 2:
         return DraftTree(tuple(token % VOCABULARY for token in right), (0, 1, 2))
     return DraftTree(
@@ -178,7 +180,7 @@ def proposed(request: Request, chains: bool = False) -> DraftTree:
 
 
 def accepted_tokens(found: list[Accepted]) -> AcceptedTokens:
-    """From one value per sample."""
+    """Packs one `Accepted` per sample into the arrays that the scheduler takes."""
     plain = [each == Accepted(each.token_ids[:1]) and each.token_ids for each in found]
     others = {k: each for k, each in enumerate(found) if not plain[k]}
     return AcceptedTokens(np.array([each[0] if each else 0 for each in plain], np.int64), others)
@@ -190,7 +192,7 @@ def limited(rows: int, requests: int) -> EngineConfig:
 
 class Taking(Scheduler):
     def add(self, spec: RequestSpec) -> Request:
-        """Takes a request in as the engine does, or refuses one that could never run."""
+        """Adds a request as the engine does; refuses one that could never run."""
         self.refuse(spec)
         request = Request(spec, self.arrivals)
         self.resume([request])
@@ -198,7 +200,7 @@ class Taking(Scheduler):
 
 
 class World:
-    """A scheduler, its pools, and what lies in every slot."""
+    """A scheduler, its pools, and the key in every slot."""
 
     def __init__(self, model: Model, pages: tuple[int, ...], limits: EngineConfig) -> None:
         pools = [
@@ -212,10 +214,10 @@ class World:
         self.ended: list[Request] = []
         self.steps: list[ScheduledStep] = []
         self.launched: list[tuple[ScheduledStep, list[Accepted]]] = []
-        self.last: list[int] = []  # tokens that the step launched last has sampled
+        self.last: list[int] = []  # tokens that the last launched step has sampled
 
     def start(self) -> ScheduledStep | None:
-        """The next step, launched: it has run."""
+        """Schedules and runs the next step. Returns it, or None if there is none."""
         step = self.scheduler.schedule()
         if step is not None:
             self.steps.append(step)
@@ -243,7 +245,7 @@ class World:
         self.launched.append((step, found))
 
     def finish(self, step: ScheduledStep | None = None) -> list[Request]:
-        """The first of the launched steps is settled."""
+        """Settles the first of the launched steps. Returns the requests that it ended."""
         first, found = self.launched.pop(0)
         assert step is None or step is first
         done = self.scheduler.settle(first, accepted_tokens(found))
@@ -253,8 +255,8 @@ class World:
         return done
 
     def known(self, piece: Piece) -> list[int]:
-        """The tokens of a request before those that the piece samples; nobody asks the request for
-        them, which would take it out of the columns."""
+        """Returns the request's tokens before those that the piece samples. They are not read from
+        the request, because that would take it out of the decode columns."""
         request = piece.request
         tokens = text(request.spec, request.index, piece.rows.known_len(piece.cached_len))
         whole = request.spec.embed or piece.rows.cross_new or piece.rows.parents is not None
@@ -269,7 +271,7 @@ class World:
         self.ended += before
 
     def rows(self, piece: Piece, known: list[int]) -> list[int]:
-        """The keys that the piece writes."""
+        """Returns the keys that the piece writes."""
         ask, begin = piece.request.spec, piece.cached_len
         if piece.rows.cross_new:
             return [mix(base(ask), p) for p in range(piece.new_len)]
@@ -279,7 +281,7 @@ class World:
 
     @staticmethod
     def path(piece: Piece, node: int, ids: bool = True) -> list[int]:
-        """The tokens, or the numbers, of a node and those above it."""
+        """Returns the token ids, or the node indices, on the path from the root to `node`."""
         out = []
         while node >= 0:
             out.append(piece.ids[node] if ids else node)
@@ -348,7 +350,8 @@ class World:
         return [Accepted((token,), 1 if stop else None) for token, stop in drawn]
 
     def verified(self, piece: Piece, known: list[int]) -> Accepted:
-        """From the root on: the token behind a node, and the node that has it, if there is one."""
+        """Returns what is accepted: starting at the root, samples the token after a node and moves
+        on to the child that has it, until no child has it."""
         tokens, nodes, stop_len, node = list(known), [0], None, 0
         while True:
             token, stop = sample(piece.request.spec, tokens, piece.request.index)
@@ -368,12 +371,13 @@ class World:
                     del store[slot]
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Steps until nothing is left to do."""
         while self.start() is not None or self.launched:
             self.finish()
 
     def settle(self) -> None:
-        """Idle: everything ended, every page is free or cached, and what is cached can be freed."""
+        """Checks the idle state: every request ended, every page is free or cached, and every
+        cached page can be freed."""
         s = self.scheduler
         assert s.schedule() is None
         assert not s.running and not s.waiting and not s.embeds
@@ -385,7 +389,8 @@ class World:
                 assert not s.config.disable_radix_cache or not pool.kept.any()
 
     def judge(self, request: Request) -> None:
-        """A request and its siblings have what they should have."""
+        """Checks that a request and its siblings have the tokens, ends and scores they should
+        have."""
         ask = request.spec
         for r in request.siblings or [request]:
             want = [] if ask.embed else alone(ask, r.index)
@@ -406,7 +411,8 @@ class World:
 
 
 def least(model: Model, asks: list[RequestSpec]) -> tuple[int, ...]:
-    """Pages, sink included, without which some request could not run."""
+    """Returns the fewest pages per group, the null page included, with which every request can
+    run."""
     out = []
     for spec in model.specs:
         encoder = spec.layout is Layout.CROSS
@@ -448,8 +454,8 @@ def asks(draw: st.DrawFn, model: Model, chunk: int) -> RequestSpec:
 class Arrival:
     spec: RequestSpec
     step: int
-    abort: int | None  # so many steps later
-    flying: bool  # the abort comes while a step runs
+    abort: int | None  # this many steps after its arrival
+    flying: bool  # the abort arrives while a step runs
 
 
 @st.composite

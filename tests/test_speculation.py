@@ -1,7 +1,7 @@
 """Speculation changes no bit: tokens, log-probabilities and ends are those of plain decoding.
 
-Every engine here runs the same requests twice, plainly and with a draft, in batches of mixed
-parameters; each test also shows that drafts were accepted and rejected.
+Most tests run the same requests twice, plainly and with a draft, in batches of mixed parameters,
+and show that drafts were accepted and rejected. Others test how deep to guess and when to rest.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ WISHES = (
 
 
 def made(tiny: Tiny, overlap: bool = False, **options: Any) -> Engine:
-    """An engine with a draft that is its model with noise on the weights."""
+    """Returns an engine whose draft is its own model with noise on the weights."""
     model = replace(parts(tiny, select.load("cpu")), draft=drafts(tiny))
     names = {"context_length": CONTEXT, "max_total_tokens": 2000, "page_size": 4, **options}
     engine = Engine(EngineConfig.from_names(names), model, overlap)
@@ -92,14 +92,15 @@ def made(tiny: Tiny, overlap: bool = False, **options: Any) -> Engine:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Some whose text repeats, some that share a beginning."""
+    """Returns prompts: some whose text repeats, some that share a prefix."""
     block, stem = words(7, 1), words(21, 2)
     repeating = [block * 3 + block[:2], block * 2, (4, 5) * 9]
     return [*repeating, *(stem + words(n, n) for n in (1, 2, 3)), words(40, 5), stem, (3,)]
 
 
 def answers(engine: Engine) -> tuple[list[Any], Speculated]:
-    """What all requests come to, and what was guessed."""
+    """Runs all requests. Returns the bits of every answer, and the counts of drafted and accepted
+    tokens."""
     jobs = [engine.add(prompt, wish) for prompt, wish in zip(prompts(), WISHES, strict=True)]
     run(engine)
     outputs = [job.output("") for job in jobs]
@@ -114,7 +115,7 @@ def run(engine: Engine) -> None:
 
 
 def bits(job: Generation) -> list[Any]:
-    """All that plain decoding gives."""
+    """Returns everything that plain decoding gives, as comparable values."""
     output = job.output("")
     scores = output.prompt_logprobs
     return [
@@ -133,7 +134,8 @@ def bits(job: Generation) -> list[Any]:
 
 
 def judge(tiny: Tiny, least: int = 5, **options: Any) -> None:
-    """With these options an engine answers as it does without speculation."""
+    """Checks that an engine with these options answers as it does without speculation, with at
+    least `least` draft tokens accepted and as many rejected."""
     plain = {k: v for k, v in options.items() if not k.startswith("speculative")}
     want, nothing = answers(made(tiny, **plain))
     got, counts = answers(made(tiny, **options))
@@ -165,7 +167,7 @@ def test_nan_logits_behind_the_last_token_end_a_request_that_has_a_draft(how):
 def test_a_logit_behind_the_last_token_that_is_wanted_is_nobodys_error(how):
     engine, prompt = made(LLAMA, **how), prompts()[0]
     kind, shape = engine.kinds[GENERATE], engine.speculation.shape
-    engine.runner.buckets = Buckets.for_decoding(2, 0, 0, shape.widths)  # drafts go on behind it
+    engine.runner.buckets = Buckets.for_decoding(2, 0, 0, shape.widths)  # drafts go past the end
 
     def poisoned(ids, positions, step):
         hidden = kind.forward(ids, positions, step).clone()
@@ -251,7 +253,7 @@ def test_a_model_for_embeddings_does_not_speculate():
 
 
 def test_a_draft_that_the_memory_has_no_room_for_is_refused(tmp_path, monkeypatch):
-    """Before its weights are read: nothing else of the target's start is lost with them."""
+    """It is refused before its weights are read, so a start with the target alone loses nothing."""
 
     class Card:
         device, dtype = torch.device("cuda"), torch.bfloat16
@@ -336,7 +338,8 @@ def test_the_noise_of_some_tokens_is_theirs_among_all():
 
 
 def costs(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Costs:
-    """Of a request alone: plain steps, steps that verify four guesses, and drafts of four."""
+    """Returns measured costs of a request that decodes alone: plain steps, steps that verify four
+    guesses, and drafts of four."""
     out = Costs()
     for _ in range(SEEN):
         out.step(0, plain_s)
@@ -346,7 +349,7 @@ def costs(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Costs:
 
 
 def right(share: float) -> Acceptance:
-    """So many guesses of ten were right, in two drafts."""
+    """Returns the record of two drafts of five guesses, of which this share was right."""
     return Acceptance(drafts=2.0, guesses=10.0, tried=10.0, right=10 * share)
 
 
@@ -354,9 +357,9 @@ def right(share: float) -> Acceptance:
     ("share", "seconds", "depth"),
     [
         (0.9, (1.0, 1.2), 4),  # rows cost little
-        (0.5, (1.0, 2.0), 1),  # the second guess is worth a quarter, as much as its row
+        (0.5, (1.0, 2.0), 1),  # the second guess is worth a quarter of a token, as its row costs
         (0.1, (1.0, 2.0), 0),
-        (0.9, (1.0, 1.2, 3.5), 0),  # the draft costs more than it brings
+        (0.9, (1.0, 1.2, 3.5), 0),  # the draft costs more than it yields
         (0.9, (1.0, 1.2, 0.5), 4),
     ],
 )
@@ -365,8 +368,9 @@ def test_guesses_are_as_deep_as_it_pays(share, seconds, depth):
 
 
 def test_of_a_trial_a_shorter_time_alone_counts():
-    """Those of trials never did: a draft that had been slow once was thought to be so for good, and
-    who was always right rested. They begin cold, so a longer one tells nothing."""
+    """Times of trials used to be ignored: a draft that was slow once was taken to be slow
+    permanently, and a request that was always right rested. A trial starts cold, so a longer time
+    proves nothing."""
     seen = costs(1.0, 1.8, 0.5)
     for _ in range(9):
         seen.draft.add(4, 9.0, trial=True)
@@ -377,7 +381,8 @@ def test_of_a_trial_a_shorter_time_alone_counts():
 
 
 def test_a_clock_that_stands_still_or_goes_back_measures_nothing():
-    """A plain step of no time was divided by ever after; one of less than none grew and grew."""
+    """A plain step of 0 s used to stay a divisor of 0 from then on; a negative one grew without
+    bound."""
     seen = Costs()
     for seconds in (0.0, -1.0, 0.0, 0.0):
         seen.step(0, seconds)
@@ -400,14 +405,15 @@ def test_what_is_not_known_yet_is_tried():
 
 
 def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs():
-    """Five guesses a draft; a verify costs half a step more and a draft a quarter, at any depth."""
+    """Five guesses per draft. At any depth, verifying costs half a step extra and drafting a
+    quarter."""
     seen = costs(1.0, 1.5 + 0.4, 0.25 + 0.8)
     for _ in range(SEEN):
         seen.step(2, 1.5 + 0.2)
         seen.draft.add(2, 0.25 + 0.4)
     assert seen.row_s == pytest.approx(0.1) and seen.guess_s == pytest.approx(0.2)
     assert seen.first_s == pytest.approx(0.75) and seen.go_on() == pytest.approx(0.3)
-    each = 5 * 0.3 + 0.75  # what a draft costs, in tokens
+    each = 5 * 0.3 + 0.75  # the cost of a draft, in tokens
     assert seen.pays([right(each / 5 + 0.01)]) == [True]
     assert seen.pays([right(each / 5 - 0.01)]) == [False]
 
@@ -448,7 +454,8 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
 def test_a_chain_that_cannot_be_recorded_runs_once(how, monkeypatch):
-    """It ran again behind the refusal, where its rows had gone on already: other guesses came."""
+    """After the refusal the chain used to run again although its rows had already advanced, and
+    gave other guesses."""
     computed, kinds, wish = Runner._computed, list[str](), replace(PLAIN, temperature=1.0, seed=2)
 
     def asking(self: Runner, rows: BoundRows) -> StepOutput:
@@ -476,7 +483,7 @@ def watched(propose: Any, trees: list[Any], asks: Any) -> Any:
 
 
 def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(monkeypatch):
-    """It used to keep the whole chunk alive for as long as a request rested."""
+    """The whole chunk used to stay alive for as long as a request rested."""
     monkeypatch.setattr(model_draft, "SPARSE", 4)
     engine = made(LLAMA, **EAGLE3)
     engine.add(words(12, 3), PLAIN)
@@ -487,7 +494,7 @@ def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(m
 
 @pytest.mark.parametrize("tokens", [1, 2], ids=["a prompt alone", "one that may speculate"])
 def test_who_decodes_beside_a_prompt_keeps_none_of_its_states(tokens, monkeypatch):
-    """A resting request used to keep whole steps alive, one for each prompt that came."""
+    """A resting request used to keep whole steps alive, one for each prompt that arrived."""
     monkeypatch.setattr(model_draft, "SPARSE", 16)
     engine = made(LLAMA, **EAGLE3)
     engine.speculation._wanted = lambda scheduler: {}
@@ -526,7 +533,7 @@ def test_who_is_more_often_wrong_than_right_rests_for_longest():
 
 
 def test_who_brings_far_less_than_it_costs_rests_for_longest():
-    near, far = right(0.8), right(0.6)  # of five guesses, which cost as much as 4.5 plain tokens
+    near, far = right(0.8), right(0.6)  # five guesses, which cost as much as 4.5 plain tokens
     costs(1.0, 1.8, 3.5).pays([near, far])
     assert NEAR < near.worth < 1 and far.worth < NEAR and far.rate > 0.5
     for _ in range(9):
@@ -536,8 +543,9 @@ def test_who_brings_far_less_than_it_costs_rests_for_longest():
 
 
 def test_what_is_found_behind_a_rest_counts_for_more():
-    """Fifty drafts of four guesses, one of which was right, and then one that was right as a whole:
-    it used to be forgotten at once, and the request rested where its text had become easy."""
+    """Fifty drafts of four guesses, one of them right in each, then a draft that is wholly right.
+    That one used to be outweighed by the others, and the request rested although its text had
+    become easy."""
     seen, acceptance = costs(1.0, 1.8, 1.0), Acceptance()
     for _ in range(50):
         acceptance.verified(1, 4, 2, 1)
@@ -550,8 +558,9 @@ def test_what_is_found_behind_a_rest_counts_for_more():
 
 
 def test_behind_an_interruption_a_draft_is_told_of_no_step_that_came_before():
-    """Steps are counted anew then, and embeddings have numbers too: what was kept of requests that
-    are no more was told to the draft, and the times of steps that embed were kept for good."""
+    """Steps are numbered from the start again then, and steps that embed have numbers too. The
+    draft used to be passed rows of requests that no longer existed, and the times of steps that
+    embed were kept permanently."""
     plain, engine = made(LLAMA), made(LLAMA, **CHAIN)
     want, job = [each.add((4, 5) * 9, PLAIN) for each in (plain, engine)]
     speculation = engine.speculation
@@ -572,7 +581,8 @@ def test_behind_an_interruption_a_draft_is_told_of_no_step_that_came_before():
 
 
 def test_who_pays_again_rests_as_shortly_as_at_first():
-    """To be right sometimes is not enough: the rests of who does not pay grow all the same."""
+    """Being right sometimes is not enough: the rests of a request whose guesses do not pay keep
+    growing."""
     engine = made(LLAMA, **NGRAM)
     engine.add((4, 5) * 9, PLAIN)
     for _ in range(2):
@@ -589,8 +599,8 @@ def test_who_pays_again_rests_as_shortly_as_at_first():
 
 
 def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
-    """It used to rest for as long as whoever came before, up to 1,024 steps: a text that is easy to
-    guess had no guesses behind one that is not."""
+    """It used to inherit the rest of the request before it, up to 1,024 steps: text that is easy to
+    guess got no guesses after text that is not."""
     engine = made(LLAMA, **NGRAM)
     engine.add((4, 5) * 9, PLAIN)
     for _ in range(2):
@@ -600,7 +610,7 @@ def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
     (first,) = scheduler.running
     speculation._acceptance_of(first).rest = LONGEST_REST
     failed = scheduler.settled
-    for _ in range(2):  # the first time it begins to rest, the second says until when all do
+    for _ in range(2):  # the first starts the request's rest, the second that of all
         assert speculation._wanted(scheduler) == {}
     run(engine)
     assert speculation._rests(speculation._acceptance, scheduler.settled), "it would have gone on"
@@ -615,8 +625,8 @@ def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
 
 
 def test_a_new_request_has_a_try_behind_one_that_ended_in_a_try():
-    """Who has one token left guesses nothing: that he had never rested was taken for a rest of all,
-    and the next one rested for up to 1,024 steps without a try."""
+    """A request with one token left guesses nothing. That it had never rested was taken for a rest
+    of all requests, and the next request rested up to 1,024 steps without a try."""
     engine = made(LLAMA, **NGRAM)
     engine.add((4, 5) * 9, replace(PLAIN, max_tokens=3))
     speculation, scheduler = engine.speculation, engine.scheduler
@@ -635,7 +645,7 @@ def test_a_new_request_has_a_try_behind_one_that_ended_in_a_try():
 
 
 def test_behind_an_interruption_rests_are_as_short_as_at_first():
-    """Whoever went on rested at once, for as long as the longest before had come to."""
+    """A request that continued used to rest immediately, for the longest rest reached before."""
     engine = made(LLAMA, **NGRAM)
     engine.add((4, 5) * 9, PLAIN)
     engine.step()
@@ -651,8 +661,9 @@ def test_behind_an_interruption_rests_are_as_short_as_at_first():
 
 
 def guided(prompts: Sequence[tuple[int, ...]], wish: SamplingParams, wrong: Container[int] = ()):
-    """An engine that decodes these together, of which each is thought to be right always; what is
-    guessed of it is, but for those that are `wrong`. And who is asked in which step."""
+    """Returns an engine that decodes `prompts` together, with drafts that are always right but for
+    the prompts numbered in `wrong`; and a list to which each step adds the set of prompt numbers
+    asked for."""
     want = []
     for prompt in prompts:
         plain = made(LLAMA)
@@ -678,8 +689,9 @@ def guided(prompts: Sequence[tuple[int, ...]], wish: SamplingParams, wrong: Cont
 
 
 def test_whoever_is_right_is_asked_although_others_rest():
-    """Times were kept by how many decode, and asked for by how many do not rest: as soon as one
-    did, nothing was known, and nobody was asked but now and then."""
+    """Times were stored by the number of requests that decode, but looked up by the number of those
+    that do not rest. As soon as one rested nothing was known, and drafts were only tried now and
+    then."""
     every = [words(9, n) for n in range(4)]
     wish = replace(PLAIN, max_tokens=140)
     engine, asked = guided(every, wish, wrong=(2, 3))
@@ -690,12 +702,13 @@ def test_whoever_is_right_is_asked_although_others_rest():
         asked.append(set())
         engine.step()
     assert sum({0, 1} <= each for each in asked) > 0.7 * len(asked), asked
-    late = asked[len(asked) // 2 :]  # by then the others are known to be wrong
+    late = asked[len(asked) // 2 :]  # by then prompts 2 and 3 are known to be wrong
     assert sum(bool(each & {2, 3}) for each in late) < 0.3 * len(late), asked
 
 
 def test_once_a_new_request_is_right_every_step_asks():
-    """It was asked in one step of eight for as long as the one before it would have rested."""
+    """It used to be drafted for in one step of eight for as long as the previous one would have
+    rested."""
     (prompt,), wish = [words(9, 1)], replace(PLAIN, max_tokens=100)
     engine, asked = guided([prompt], wish)
     speculation, settled = engine.speculation, 300
@@ -713,7 +726,8 @@ def test_once_a_new_request_is_right_every_step_asks():
 
 
 def test_few_who_guess_bear_what_a_draft_costs_alone():
-    """Half a step more for a verify of any depth: one of two does not earn it, both do."""
+    """A verify of any depth costs half a step extra: one guessing request of two does not earn
+    that, both together do."""
     seen = costs(1.0, 1.5)
     for _ in range(SEEN):
         seen.step(2, 1.5)
@@ -724,7 +738,8 @@ def test_few_who_guess_bear_what_a_draft_costs_alone():
 
 
 def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():
-    """It used to count four times as much as the others: drafts that paid rested behind it."""
+    """That step used to weigh four times as much as the others, and drafts that paid rested after
+    it."""
     seen = costs(1.0, 3.7)
     assert seen.depths([right(0.75)], 4, 4) == [1]
     seen.step(4, 100.0)
@@ -732,7 +747,7 @@ def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():
 
 
 def test_completions_behind_a_prompt_in_chunks_have_a_heads_guesses():
-    """They had none: the state of the row before the last chunk was the parent's alone."""
+    """They had none: only the parent kept the state of the row before the last chunk."""
     engine, asked = made(LLAMA, **EAGLE3, chunked_prefill_size=24), dict[int, list[bool]]()
     propose = engine.speculation.draft.propose
 
@@ -813,7 +828,8 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
 
 @pytest.fixture(scope="module")
 def sixteen() -> tuple[Parts, list[Any], list[Any]]:
-    """The built-in model, sixteen prompts at three temperatures, and what they come to plainly."""
+    """Returns the built-in model, sixteen prompts at three temperatures, and their plain
+    answers."""
     parts = load(EngineConfig())
     requests = speculative_bits.wanted(range(16))
     return parts, requests, speculative_bits.answers(parts, requests, {})[0]

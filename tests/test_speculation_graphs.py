@@ -1,6 +1,6 @@
-"""Recorded launches that draft, extend and verify, where there is no GPU: the same buckets through
-the tape. All requests have as many rows then, and a chain's tokens are on their way while the
-target's step is planned."""
+"""Recorded launches that draft, extend and verify, without a GPU: its buckets, through the CPU's
+tape. All requests of a step then have the same number of rows, and a chain's tokens are still on
+the device while the target's step is planned."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ PENALISED = ((7, 8) * 6, replace(WISH, seed=4, frequency_penalty=0.4, top_p=0.9,
 
 
 class Event:
-    """A device that is always ready."""
+    """An event of a device that is always ready."""
 
     def record(self) -> None:
-        """Nothing to wait for."""
+        """Records nothing: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Returns immediately: everything has happened."""
 
 
 def answers(engine: Engine, asked: Any) -> tuple[list[Any], Speculated]:
@@ -67,7 +67,8 @@ def made(tiny: Tiny, overlap: bool = False, **options: Any) -> Engine:
 
 
 def recorded(tiny: Tiny, overlap: bool, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Engine:
-    """As on a GPU: decoding, drafting and verifying steps have buckets, and launches sample."""
+    """Returns an engine set up as on a GPU: steps that decode, draft and verify have buckets, and
+    launches sample."""
     engine = made(tiny, overlap, graphs=True, **how)
     speculation = engine.speculation
     engine.on_gpu, speculation.adaptive = True, False
@@ -95,7 +96,7 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
         replays = engine.runner.replays
         kinds = (VERIFY,) if how is NGRAM else (VERIFY, EXTEND, DRAFT)
         assert all(replays[kind] > 0 for kind in kinds), replays
-        if overlap and how is not TREE and asked is ASKED:  # a GPU has captured them at start
+        if overlap and how is not TREE and asked is ASKED:  # a GPU captures these at start
             widths, new = engine.runner.buckets.widths, {*engine.runner.tapes} - captured
             late = [each.called for each in new if captures(each.bucket, widths)]
             assert not {*late} & {DRAFT, EXTEND, VERIFY}, late
@@ -105,8 +106,8 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
 @pytest.mark.parametrize("steps", [3, 7, 15])
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
 def test_chains_are_as_long_for_who_is_near_the_contexts_end(how, steps, page_size, monkeypatch):
-    """Room was reserved for each one's own guesses, and rows laid for those of the longest: a plan
-    beyond the pages, and an error in every step."""
+    """Pages used to be reserved for each request's own guesses, but rows were made for the longest
+    chain: the plan reached beyond the pages, and every step failed."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     plain = replace(WISH, temperature=0, max_tokens=None)
@@ -154,7 +155,7 @@ def test_buckets_that_a_config_names_have_no_recorded_widths_of_drafts(how, monk
 
 @pytest.mark.parametrize("penalised", [False, True])
 def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penalised, monkeypatch):
-    """The ids of a verify step are guesses that the host has not seen."""
+    """The ids of a verify step refer to guesses that the host has not seen."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     engine, seen = recorded(QWEN3, True, monkeypatch, **CHAIN), list[int]()
@@ -175,7 +176,8 @@ def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penali
 
 
 def test_guesses_that_are_kept_for_the_next_step_need_a_runner_with_room_for_them(monkeypatch):
-    """Without overlap a launch of a chain sampled one token, and was captured for nobody."""
+    """Without overlap, a launch of a chain sampled one token and was captured for no step at
+    all."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     for overlap in (False, True):
@@ -225,7 +227,8 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
 @pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("tokens", range(4, 8))
 def test_a_shallow_draft_has_room_for_rows_that_make_all_as_many(how, tokens, monkeypatch):
-    """A tree of one level had none at a page's end: its first step was wider than it is deep."""
+    """A tree of one level had no room at the end of a page: its first step has more rows than its
+    depth."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     asked = [(words(tokens, 3), replace(WISH, seed=1))]
@@ -254,7 +257,8 @@ def test_whatever_a_draft_extends_is_as_wide_as_launches_that_are_captured(how, 
 
 
 def test_what_pads_a_chain_is_no_guess(monkeypatch):
-    """They used to count: where one request in twenty had a guess, hardly any seemed right."""
+    """They used to count: where one request in twenty had a guess, the acceptance rate seemed to be
+    almost 0."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     engine = recorded(QWEN3, False, monkeypatch, **NGRAM)
@@ -300,7 +304,8 @@ def test_the_next_chains_are_made_before_a_verify_is_settled_and_are_the_same(ho
 
 
 def proposed(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """What is guessed from now on, if anything is, by the tokens before it."""
+    """Returns a dict that is filled from now on: the tokens of a request -> the ids guessed after
+    them, if there are any."""
     propose, found = engine.speculation.draft.propose, dict[tuple[int, ...], tuple[int, ...]]()
 
     def watched(asks: Any) -> Any:
@@ -317,7 +322,8 @@ def proposed(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
 def test_chains_that_were_made_early_are_not_used_behind_a_further_step(how, monkeypatch):
-    """They were, a plain step later: guesses of a token before, and wrong keys of the draft."""
+    """They used to be used one plain step later: guesses for the token before, and wrong draft
+    keys."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     found = []
@@ -342,7 +348,8 @@ def test_chains_that_were_made_early_are_not_used_behind_a_further_step(how, mon
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
 def test_a_failure_while_chains_are_made_early_is_forgotten(how, monkeypatch):
-    """The rows by which the failed launch lay behind its plan used to stay for all later ones."""
+    """The rows by which the failed launch was ahead of its plan used to stay set for all later
+    launches."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     engine = recorded(LLAMA, True, monkeypatch, **how)
@@ -368,7 +375,8 @@ def test_a_failure_while_chains_are_made_early_is_forgotten(how, monkeypatch):
 
 
 def test_a_heads_chains_do_not_depend_on_what_its_buffer_held_before(monkeypatch):
-    """Rows of tokens that were there were computed once more behind it: their keys became wrong."""
+    """Rows of tokens that already had keys used to be computed again from the buffer's old content,
+    which made their keys wrong."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     found = []

@@ -1,5 +1,5 @@
-"""Atomic steps: settled at once or late, given up half way, failing, gone on with; every answer has
-its bits, and no page is lost."""
+"""Atomic steps: settled immediately or one step late, abandoned half way, failing, resumed. Every
+answer has its bits, and no page is lost."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lone(params, prompt=PROMPT, tiny=QWEN3):
 
 
 def test_who_decodes_is_looked_at_twice_a_page_and_no_end_takes_others_out(monkeypatch):
-    """Once for the next page, and once when the keys of the last one have settled."""
+    """Once for the next page, and once when the keys of the last page have settled."""
     looks, look = [], Decoding.look
 
     def counted(members, request, pages, until_len):
@@ -201,7 +201,7 @@ def test_a_request_that_has_ended_waits_for_no_garbage_collector(options):
     try:
         ended = weakref.ref(made.add([*OTHER, *OTHER], PARAMS).request)
         finished(made)
-        finished(made, made.add(PROMPT, PARAMS))  # what keeps the last step keeps this one's now
+        finished(made, made.add(PROMPT, PARAMS))  # now the last step is this request's
         assert ended() is None
     finally:
         gc.enable()
@@ -303,7 +303,7 @@ def test_a_request_is_known_by_its_id():
 
 
 def test_a_request_without_an_id_gets_one_that_nobody_has():
-    """Also where somebody goes on with ids that an engine before this one gave."""
+    """Also where a caller continues with an id that an earlier engine gave."""
     first = engine().add(PROMPT, PARAMS).request.spec.request_id
     made = engine()
     made.add(PROMPT, PARAMS, request_id=first)
@@ -336,7 +336,7 @@ def test_text_is_made_without_a_lock_on_the_engine(monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_text_that_nobody_reads_is_made_while_a_device_computes_or_not_at_all(overlap):
-    """A step of 64 requests spent a tenth of its time, on 16 cores, on text that nobody had asked
+    """On 16 cores, a step of 64 requests spent a tenth of its time on text that had not been asked
     for yet."""
     made = engine(overlap=overlap)
     job = made.add(PROMPT, PARAMS)
@@ -369,7 +369,7 @@ def test_text_that_an_interrupt_left_half_made_is_made_again(before):
 
 
 def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
-    """Between settling and publishing another thread may read it."""
+    """Another thread may read it between settling and publishing."""
     made, want = engine(), lone(PARAMS)[1]
     monkeypatch.setattr(made, "_publish", lambda touched: touched)
     job = made.add(PROMPT, PARAMS)
@@ -380,7 +380,7 @@ def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
 
 @pytest.mark.parametrize("read", ["output", "news"])
 def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
-    """The last steps come while another thread reads the answer."""
+    """The last steps run while another thread reads the answer."""
     made, (_, want) = engine(), lone(PARAMS)
     job = made.add(PROMPT, PARAMS)
     made.step()
@@ -403,7 +403,7 @@ def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
 
 def test_garbage_is_looked_for_again_after_an_interrupt_and_a_fork():
     WAITS.append(True)
-    gc.disable()  # and who did has gone
+    gc.disable()  # disabled by a thread that no longer exists
     try:
         context = multiprocessing.get_context("fork")
         with context.Pool(1) as pool:
@@ -442,7 +442,8 @@ def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
     disable, there, left = gc.disable, threading.Event(), threading.Event()
 
     def late() -> None:
-        """The second thread has seen that nobody looks, and comes when the first has left."""
+        """The second thread has found collection enabled, and disables it only after the first has
+        left."""
         there.set()
         left.wait(5)
         disable()
@@ -465,7 +466,8 @@ def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_garbage_waits_until_a_step_is_launched_or_has_failed(collects, monkeypatch):
-    """While the device has nothing to do; whoever collects none himself goes on so."""
+    """It waits while the device has nothing to do; where the caller has disabled collection, it
+    stays so."""
     monkeypatch.setattr(gc, "isenabled", lambda: collects)
     calls, made = list[str](), engine()
     monkeypatch.setattr(gc, "disable", lambda: calls.append("off"))

@@ -1,6 +1,6 @@
-"""The tape: a launch is recorded once per bucket and replayed for every step of it, with the bits
-of running it; what was frozen when it was recorded goes stale, which is how a bug shows.
-"""
+"""The tape: a launch is recorded once per bucket and replayed for every later step of that bucket,
+with the bits of running it. A number that was frozen when recording goes stale, so such a bug
+shows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parts(model: tiny.Tiny) -> Any:
     return tiny.parts(model, cpu.Backend())
 
 
-# ---- what a tape keeps ----
+# ---- what a tape records ----
 
 
 def test_a_replay_repeats_operations_and_what_torch_does_into_the_same_memory():
@@ -61,7 +61,7 @@ def test_a_replay_repeats_operations_and_what_torch_does_into_the_same_memory():
 
     @operation
     def plus_one(x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(x.numpy() + 1)  # behind torch's back
+        return torch.from_numpy(x.numpy() + 1)  # unseen by torch
 
     def launch() -> torch.Tensor:
         y = plus_one(x) * 2
@@ -99,7 +99,7 @@ def test_an_operation_that_gives_another_shape_on_replay_is_refused_with_both():
 
 
 def product(rows: int = 9, columns: int = 70, out: int = 500, seed: int = 0) -> Any:
-    """A launch of two kernels and what it reads."""
+    """Returns the input of two kernels, and a launch that runs them."""
     made = torch.Generator().manual_seed(seed)
     x, weight = (
         torch.randn(rows, columns, generator=made),
@@ -118,7 +118,7 @@ def test_kernels_that_follow_one_another_are_replayed_as_one_call_into_memory_th
     assert tape._calls[0].works == [gemm.work(), kernel_rows.work()]
     assert torch.equal(tape.output, want)
     x *= -0.5
-    others = [torch.full_like(want, torch.nan) for _ in range(50)]  # where anything was freed
+    others = [torch.full_like(want, torch.nan) for _ in range(50)]  # would take freed memory
     assert torch.equal(tape.replay(), launch())
     assert all(torch.isnan(other).all() for other in others)
 
@@ -128,7 +128,8 @@ def test_what_is_no_kernel_between_two_is_repeated_in_its_place():
 
     @operation
     def halved(y: torch.Tensor) -> torch.Tensor:
-        """A kernel, and behind the recorder's back numpy: it does not say that all is seen."""
+        """A kernel, then numpy, which the recorder cannot see: this operation is not declared
+        transparent."""
         return torch.from_numpy(kernel_rows.sigmoid(y).numpy() / 2)
 
     def longer() -> torch.Tensor:
@@ -150,7 +151,7 @@ def test_tapes_work_in_shared_memory_and_keep_what_they_return():
     one.record(first)
     places = len(room.places)
     two.record(second)
-    assert len(room.places) == places + 1  # the products lie in one place, the results do not
+    assert len(room.places) == places + 1  # they share products' memory, not results'
     kept = one.output.clone()
     assert torch.equal(two.replay(), second()) and torch.equal(one.output, kept)
     x *= 2
@@ -235,7 +236,7 @@ def test_an_interrupt_leaves_no_address_of_memory_that_is_gone():
 
 
 def interrupted(tape: Tape) -> None:
-    """Right behind the last thing that entering does."""
+    """Raises right after the last statement of `Tape.__enter__`."""
     Tape.__enter__(tape)
     raise KeyboardInterrupt
 
@@ -244,8 +245,8 @@ def interrupted(tape: Tape) -> None:
 
 
 def answers(engine: Engine, arrivals: Sequence[tuple[int, int]]) -> list[Any]:
-    """Tokens and log-probabilities of requests that arrive at a step with a length: batches grow,
-    then shrink as they end."""
+    """Returns tokens and log-probabilities of requests that arrive at the given steps with prompts
+    of the given lengths. The batch grows, then shrinks as they end."""
     jobs, step = [], 0
     while len(jobs) < len(arrivals) or engine.busy:
         while len(jobs) < len(arrivals) and arrivals[len(jobs)][0] <= step:
@@ -269,7 +270,7 @@ def answers(engine: Engine, arrivals: Sequence[tuple[int, int]]) -> list[Any]:
     ]
 
 
-# lengths at a bucket, one below and one above; 7 to 1 requests decode together
+# (step, prompt length): at a bucket, one below, one above; from 7 down to 1 decode together
 ARRIVALS = [(0, 7), (0, 8), (1, 9), (2, 15), (2, 31), (5, 33), (9, 3)]
 
 
@@ -329,7 +330,7 @@ def test_a_launch_is_replayed_with_as_many_threads_as_it_was_recorded_with():
 
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.GPT_OSS], ids=lambda model: model.name)
 def test_inference_mode_around_some_steps_and_not_around_others_changes_no_bit(model):
-    options = {"kv_cache_dtype": "float16"}  # which torch writes
+    options = {"kv_cache_dtype": "float16"}  # torch writes this cache dtype
     want = answers(engine(model, graphs=False, **options), ARRIVALS)
     usual = engine(model, **options)
     for inside in (True, False, True):
@@ -363,21 +364,21 @@ def test_launches_that_are_kept_are_few(monkeypatch):
 
 
 class FrozenLengths(cpu.Backend):
-    """How far a row sees is taken when the launch is bound, not when it runs."""
+    """Takes the visible range of rows when the launch is bound, not when it runs."""
 
     def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
         return super().bind(spec, bucket, replace(views, derived=copied(views.derived)), variant)
 
 
 class FrozenPages(cpu.Backend):
-    """The page table is."""
+    """Takes the page table when the launch is bound."""
 
     def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
         return super().bind(spec, bucket, replace(views, page_ids=copied(views.page_ids)), variant)
 
 
 class FrozenPads(cpu.Backend):
-    """Blocks of requests that are pads when the launch is bound are left out."""
+    """Leaves out the blocks of requests that are pads when the launch is bound."""
 
     def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
         request, begin, end = views.derived[2 * bucket.tokens :].view(-1, 3).numpy().T
@@ -392,12 +393,13 @@ def copied(array: torch.Tensor) -> torch.Tensor:
 
 
 def bound_anew(backend: cpu.Backend) -> cpu.Backend:
-    """It does not state that a launch depends on nothing but its bucket and the image."""
+    """Withdraws the statement that a launch depends only on its bucket and the image, so that every
+    launch is bound again."""
     backend.caps = replace(cpu.CAPS, graphs=False)
     return backend
 
 
-# a request that grows alone: a length that is frozen is too short, never beyond its pages
+# a request that grows alone: a frozen length is too short but never beyond its pages
 ALONE = [(0, 7)]
 # more and more requests in one bucket
 GROWING = [(0, 9), (3, 2), (5, 2)]
@@ -431,8 +433,8 @@ def test_a_write_slot_that_is_frozen_at_the_launch_is_stale_when_replayed(monkey
 
 
 class Planned(cpu.Backend):
-    """Keeps its lengths in a buffer of its own, as a library's planner does; `moving` makes a new
-    one for every step."""
+    """Keeps its lengths in a buffer of its own, as a library's planner does. With `moving`, every
+    step gets a new buffer."""
 
     caps = replace(cpu.CAPS, planner_buffers=("kept",))
 
@@ -510,7 +512,7 @@ def test_lowering_touches_no_cache_and_the_launch_moves_the_keys():
     driver = StepDriver(kinds, pages, cpu.Backend())
     kind, first = kinds[GENERATE], driver.request()
     driver.step(kind, [Share(first, tiny.words(12))])
-    second = first.fork(12)  # half a page is to be moved
+    second = first.fork(12)  # half a page must be moved
     pools = [driver.runner.pools[g] for g in kind.groups]
     after = [s.view(torch.int32) for pool in pools for layer in pool.storages for s in layer]
     before = [s.clone() for s in after]

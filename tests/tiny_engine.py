@@ -1,5 +1,5 @@
-"""An engine for tests: the tiny model with a window in one layer and none in the other, proven on
-this machine once per process."""
+"""An engine for tests: the tiny model with a window in one layer and none in the other, certified
+on this machine once per process."""
 
 from __future__ import annotations
 
