@@ -1,16 +1,16 @@
-"""What small models of every type answer on this processor as it is set up: digests of bits, and
-fingerprints, as JSON.
+"""What small models of every type answer on this processor as it is configured: digests of bits,
+and fingerprints, as JSON.
 
     ATEN_CPU_CAPABILITY=default python tests/capabilities.py
     NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma python tests/capabilities.py gemma3_text-56
 
-Run once per capability, in processes of their own, equal answers show that no bit depends on the
-width of the processor's vectors. Weights are uniform numbers of numpy's generator, times a power of
-two: torch's own normal ones differ between capabilities. The head sizes are those whose frequencies
-did: a vector body and a scalar tail of torch's float32 pow.
+Run once per capability, each in a process of its own: equal answers show that no bit depends on the
+width of the processor's vectors. Weights are uniform numbers of numpy's generator times a power of
+two, because torch's normal numbers differ between capabilities. The head sizes are those whose
+frequencies differed: torch's float32 pow has a vector body and a scalar tail.
 
-Knows models and engines; `operators` says which of torch's operators a model's rows pass through.
-test_capabilities.py calls both.
+Uses models and engines only; `operators` reports which of torch's operators a model's rows pass
+through. test_capabilities.py calls both.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from lockstep.types import KV_FORMATS
 TABLE = json.loads(Path(__file__).with_name("capabilities_models.json").read_text("utf-8"))
 MODELS = {name: {**TABLE["common"], **own} for name, own in TABLE["models"].items()}
 VOCAB = 83
-CONTEXT = 700  # of prompts that cross tiles and splits
+CONTEXT = 700  # for prompts that cross tiles and splits
 FAR = 131_071  # the last position of most long contexts
 PROMPTS = (3, 70, 530)  # tokens
-WHOLE = (3, 70, 180)  # of prompts that are computed in one step: sources and embeddings
+WHOLE = (3, 70, 180)  # lengths of prompts that are computed in one step: sources and embeddings
 SAMPLED = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.95, seed=5, logprobs=4)
 EDITED = SamplingParams(
     max_tokens=5,
@@ -65,7 +65,7 @@ CONFIG = EngineConfig(
 
 
 def loaded(name: str) -> Loaded:
-    """A model of the table, its weights a function of its name."""
+    """Returns a model of the table; its weights are a function of its name."""
     rng = np.random.default_rng(list(name.encode()))
 
     def take(tensor: str, shape: tuple[int, ...]) -> Tensor:
@@ -78,12 +78,12 @@ def loaded(name: str) -> Loaded:
 
 
 def prompt(length: int) -> list[int]:
-    """Token ids that do not repeat soon."""
+    """Returns token ids that do not repeat soon."""
     return [(7 * i + i * i // 11) % VOCAB for i in range(length)]
 
 
 def digest(*arrays: Any) -> str:
-    """Of the bits of arrays."""
+    """Returns a digest of the bits of arrays."""
     sha = hashlib.sha256()
     for array in arrays:
         sha.update(np.ascontiguousarray(array).tobytes())
@@ -92,16 +92,16 @@ def digest(*arrays: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An engine with a model of the table."""
+    """A model of the table, and engines that run it."""
 
     parts: Parts
 
     def engine(self, kv_cache_dtype: str = "float32") -> Engine:
-        """Chunks, pages and a window that prompts cross."""
+        """Returns an engine whose chunks, pages and window are shorter than the prompts."""
         return Engine(replace(CONFIG, kv_cache_dtype=kv_cache_dtype), self.parts)
 
     def answers(self) -> dict[str, str]:
-        """Digests of everything that the model can be asked for."""
+        """Returns digests of everything that the model can be asked for."""
         out = {}
         if isinstance(self.parts.model, Decoder):
             out = {
@@ -122,7 +122,7 @@ class Subject:
     def tokens(
         self, params: SamplingParams, lengths: Sequence[int], kv_cache_dtype: str = "float32"
     ) -> str:
-        """Sampled tokens and log-probabilities of prompts in one batch."""
+        """Returns a digest of sampled tokens and log-probabilities of prompts in one batch."""
         engine = self.engine(kv_cache_dtype)
         jobs = [engine.add(prompt(n), params) for n in lengths]
         finish(engine)
@@ -135,7 +135,7 @@ class Subject:
         return digest(*(np.array(c.token_ids) for c in done), *(c.logprobs for c in done), *best)
 
     def scores(self) -> str:
-        """Log-probabilities of the tokens of a prompt."""
+        """Returns a digest of the log-probabilities of a prompt's tokens."""
         engine = self.engine()
         job = engine.add(
             prompt(PROMPTS[1]), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True
@@ -144,14 +144,14 @@ class Subject:
         return digest(job.output("").prompt_logprobs)
 
     def embed(self) -> str:
-        """Embeddings."""
+        """Returns a digest of embeddings."""
         engine = self.engine()
         jobs = [engine.add(prompt(n), SamplingParams(seed=0), embed=True) for n in WHOLE]
         finish(engine)
         return digest(*(job.embedding for job in jobs))
 
     def far(self) -> str:
-        """Logits of rows at the last positions before FAR."""
+        """Returns a digest of the logits of rows at the last positions up to FAR."""
         model, length = self.parts.model, PROMPTS[1]
         engine = self.engine()
         kind = engine.kinds[EMBED]
@@ -165,7 +165,7 @@ class Subject:
         return digest(model.logits(hidden).numpy())
 
     def angles(self) -> str:
-        """cos and sin of every rope at near and far positions."""
+        """Returns a digest of cos and sin of every rope at near and far positions."""
         positions = torch.cat((torch.arange(64), torch.arange(0, FAR, 97), torch.tensor([FAR])))
         ropes = {block.attn.rope for block in self.parts.model.spec.blocks if block.attn.rope}  # type: ignore[attr-defined]
         tables = []
@@ -177,18 +177,18 @@ class Subject:
 
 
 def finish(engine: Engine) -> None:
-    """Steps until nothing is left."""
+    """Steps until nothing is left to do."""
     while engine.busy:
         engine.step()
 
 
 def subject(name: str) -> Subject:
-    """A model of the table, proven on this machine."""
+    """Returns a model of the table, certified on this machine."""
     return Subject(prepare(loaded(name), None, CONFIG))
 
 
 class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the names of torch's operators that take or give floating numbers."""
+    """Notes the names of torch's operators that take or return floating-point numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operators(name: str) -> set[str]:
-    """Every such operator between a prompt and its answer, of a model of the table."""
+    """Returns every such operator between a prompt and its answer, for a model of the table."""
     made, mode = subject(name), Noted()
     with mode:
         made.answers()
@@ -211,7 +211,7 @@ def operators(name: str) -> set[str]:
 
 
 def report(names: Sequence[str]) -> dict[str, Any]:
-    """Answers and fingerprints of models, and what they were computed with."""
+    """Returns answers and fingerprints of models, and what they were computed with."""
     models = {}
     for name in names:
         made = subject(name)

@@ -1,10 +1,10 @@
-"""The engine on a card, model type by model type: every answer is the one that its request has
-alone, in an engine without graphs and without overlap. A program; with `--device cpu` a rehearsal.
+"""The engine on a GPU, model type by model type: every answer must be the one that its request has
+alone, in an engine without graphs and without overlap. A program; `--device cpu` is a rehearsal.
 
-A model is a config of transformers' own classes with small sizes, and weights drawn on the device
-(`--load-format dummy`). Prompts cross tiles and splits, answers end one by one, so that batches
-grow and shrink through buckets and one below them. Prints one JSON object: model → cell → "" if it
-held, or what was found.
+A model is a config of transformers' own classes with small sizes, and random weights made on the
+device (`--load-format dummy`). Prompts cross tiles and splits. Answers end one by one, so batches
+grow and shrink through bucket sizes and one below them. Prints one JSON object: model → cell → ""
+if it passed, or what was found.
 
 usage: python tests/gpu_engine_cells.py [--device cuda] [--models NAME,NAME]
 """
@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256, **SLIDING},
     "gpt_oss": {
         **{"num_local_experts": 8, "num_experts_per_tok": 2, **SLIDING},
-        **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},  # not every transformers states them
+        **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},  # not every transformers states these
     },
     "deepseek_v2": LATENT | {"topk_method": "greedy"},
     "deepseek_v3": LATENT,
@@ -64,11 +64,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"num_attention_heads": 4, "type_vocab_size": 2},
 }
 PROMPTS, ANSWERS = (5, 700, 130, 1, 513, 64, 1100), (33, 21, 40, 9, 27, 14, 40)
-SHORT = (5, 70, 13, 1, 51, 64, 110), (6, 4, 8, 2, 5, 3, 7)  # without a card
+SHORT = (5, 70, 13, 1, 51, 64, 110), (6, 4, 8, 2, 5, 3, 7)  # without a GPU
 
 
 def save(name: str, folder: Path) -> None:
-    """A folder with a config alone."""
+    """Writes a folder that contains a config and nothing else."""
     from transformers import AutoConfig
 
     sizes = {k: v for k, v in SIZES.items() if name not in ("bart", "bert") or k != "head_dim"}
@@ -77,7 +77,8 @@ def save(name: str, folder: Path) -> None:
 
 
 def answers(engine: Engine, lens: Sequence[tuple[int, int]]) -> list[Any]:
-    """(tokens, bits of log-probabilities) of all requests, which come three at a time."""
+    """Returns (tokens, bits of log-probabilities) of all requests, which are added three at a
+    time."""
     vocab, jobs = engine.info.vocab_size, []
     for at, (prompt, new) in enumerate(lens):
         ids = np.random.default_rng(prompt).integers(0, vocab, prompt).tolist()
@@ -102,12 +103,12 @@ def answers(engine: Engine, lens: Sequence[tuple[int, int]]) -> list[Any]:
 
 
 def bits(values: Any) -> bytes:
-    """Of log-probabilities, if there are any."""
+    """Returns the bits of log-probabilities, if there are any."""
     return b"" if values is None else np.array(values, np.float32).tobytes()
 
 
 def vectors(engine: Engine, lens: Sequence[int]) -> list[bytes]:
-    """Embeddings of prompts of these lengths, together."""
+    """Returns embeddings of prompts of these lengths, computed together."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, engine.info.vocab_size, n).tolist() for n in lens]
     jobs = [engine.add(ids, embed=True) for ids in prompts]
@@ -124,8 +125,8 @@ def engine_of(parts: Parts, config: EngineConfig, **how: Any) -> Engine:
 
 
 def waits(engine: Engine) -> str:
-    """Decoding steps in which every synchronising call but the one wait is an error, and after
-    which no memory is held that was not before."""
+    """Runs decoding steps in which every synchronising call but the one wait is an error. Returns
+    "" or what was found: memory that is held in addition, or graphs captured."""
     how = SamplingParams(max_tokens=400, temperature=0.6, seed=1, ignore_eos=True)
     ids = np.random.default_rng(0).integers(0, engine.info.vocab_size, 70).tolist()
     jobs = [engine.add(ids[: 10 + at], how) for at in range(5)]
@@ -146,7 +147,7 @@ def waits(engine: Engine) -> str:
 
 
 def look(name: str, device: str) -> dict[str, str]:
-    """All cells of one model type."""
+    """Runs all cells of one model type. Returns cell → "" or what was found."""
     found: dict[str, str] = {}
     lens = list(zip(PROMPTS, ANSWERS) if device == "cuda" else zip(*SHORT))
     with TemporaryDirectory() as folder:
@@ -185,7 +186,7 @@ def look(name: str, device: str) -> dict[str, str]:
     if on_card and not parts.model.encodes:
         found["waits"] = waits(engine_of(parts, config, overlap=True, graphs=True))
         print(f"{name}: waits: {found['waits'] or 'held'}", file=sys.stderr, flush=True)
-    if parts.model.encodes:  # whose sources are not cut
+    if parts.model.encodes:  # sources are not cut into chunks
         ways["pages and chunks"].pop("chunked_prefill_size")
     for what, how in ways.items():
         if not on_card:

@@ -1,14 +1,17 @@
-"""Every kernel of the card once or twice, on small shapes: what compute-sanitizer is to watch.
+"""Every kernel of the GPU once or twice, on small shapes, to be watched by compute-sanitizer.
 
-An engine of one model each for dense heads of 64 and 128, a latent cache, experts, sinks and
+There is one engine per model, for dense heads of 64 and 128, a latent cache, experts, sinks and
 windows: prompts on both sides of a tile, some decoded tokens, a fork, log-probabilities, cuts and
-penalties. No certificate and no comparison of GEMMs at load, which launch thousands of kernels.
-`--control` launches a kernel of two groups of warps without shared memory of its own: what a tool
-says of it, it says of how Triton hands arguments over. racecheck counts how often each thread has
-met others, and takes what a thread that has met fewer times reads later for a race: so it reports
-the word by which Triton hands over as soon as the kernel's own warps meet by themselves, before
-(`before`) or beside the others (`default`), and not if only the others do (`worker`) or nobody does
-(`plain`). `--judge` says what a report has besides that word.
+penalties. There is no certificate and no comparison of GEMMs at load; both launch thousands of
+kernels.
+
+`--control` launches a kernel of two groups of warps that uses no shared memory of its own: what a
+tool reports there concerns how Triton hands arguments over. racecheck counts how often each thread
+has met others at a barrier, and takes a later read by a thread that has met fewer times for a race.
+So it reports the word through which Triton hands over as soon as the kernel's own warps have a
+barrier of their own, before (`before`) or beside the other group (`default`); not if only the other
+group has one (`worker`) or neither has (`plain`). `--judge` prints what a report contains besides
+that word.
 
 usage: compute-sanitizer --tool racecheck --kernel-name kns=_kernel \\
            python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control WHERE]
@@ -47,12 +50,12 @@ KINDS = (
     replace(PLAIN, n=2),
     replace(PLAIN, prompt_logprobs=1),
 )
-BARRIERS = ("plain", "before", "default", "worker")  # where groups of warps meet by themselves
+BARRIERS = ("plain", "before", "default", "worker")  # which group has its own barriers
 
 
 @gluon.jit
 def summed(x, turns):
-    """By the four warps of a group, which meet at a barrier of their own."""
+    """Sums with the four warps of a group, which meet at a barrier of their own."""
     for _ in range(0, turns):
         x = gl.sum(x + gl.arange(0, 512, layout=gl.BlockedLayout([1], [32], [4], [0])), 0)
     return x
@@ -85,8 +88,9 @@ def control_kernel(out, given, turns, WHERE: gl.constexpr):
 
 
 def control(where: str) -> None:
-    """Two groups of warps, a number from each, handed over as any argument is. But for `plain` one
-    of them, or the first before there are two, has barriers of its own, as who reduces has."""
+    """Launches two groups of warps that each write a number, with arguments handed over as usual.
+    Except for `plain`, one of them has barriers of its own, as a reduction has; for `before`, the
+    kernel's warps have them before there are two groups."""
     out = torch.zeros(16, dtype=torch.int32, device="cuda")
     given = torch.arange(3, 11, dtype=torch.int32, device="cuda")
     for _ in range(4):
@@ -95,7 +99,7 @@ def control(where: str) -> None:
 
 
 def others(report: str) -> list[str]:
-    """The places of a report that are not where a kernel begins or hands over."""
+    """Returns the places of a report other than those where a kernel begins or hands over."""
     here, found = Path(__file__).parent, list[str]()
     folders = (here, here.parent / "lockstep" / "kernels" / "triton")
     for name, line in re.findall(r"in (\w+\.py):(\d+)", report):
@@ -107,7 +111,7 @@ def others(report: str) -> list[str]:
 
 
 def engine_of(name: str, graphs: bool) -> Engine:
-    """Without any proof."""
+    """Returns an engine without certificate and without comparison of GEMMs."""
     with TemporaryDirectory() as folder:
         save(name, Path(folder))
         config = EngineConfig(
@@ -140,8 +144,8 @@ def main() -> None:
         return print(f"{args.judge.name}: {report.count('Race reported')} hazards, {places}")
     if args.control:
         return control(args.control)
-    launch.PREFILL_ITEMS = 1  # so that short prompts reach its kernel
-    ops.GRID = (1, 16)  # rows whose GEMMs are compared at load
+    launch.PREFILL_ITEMS = 1  # short prompts reach the prefill kernel
+    ops.GRID = (1, 16)  # row counts whose GEMMs are compared at load
     for name in args.models.split(","):
         begin, rng = time.time(), np.random.default_rng(3)
         engine = engine_of(name, args.graphs)

@@ -1,10 +1,11 @@
-"""A card at work for long: what is compiled, waited for and held after the warm-up. A program.
+"""A GPU at work for a long time: what is compiled, waited for and held after the warm-up. A
+program.
 
-An engine with graphs and overlap serves requests that come and go, thousands of steps of them.
+An engine with graphs and overlap serves requests that arrive and end, for thousands of steps.
 Counted after a warm-up of the same kind: kernels that Triton compiled, graphs captured, waits for
-the device (one a step is right), calls that wait without being asked for in steps of decoding rows
-(none is right), and bytes of the card's memory. Then the arena: what was staged for one step is not
-what the next one stages, though the card is far behind. Prints one JSON object.
+the device (one per step is right), implicit synchronisations in steps of decoding rows (none is
+right), and bytes of GPU memory. Then the arena: an image staged for one step must not be
+overwritten by the next one, although the GPU is far behind. Prints one JSON object.
 
 usage: python tests/gpu_steady.py [--steps 10000] [--model qwen3]
 """
@@ -36,13 +37,13 @@ WARM_STEPS = 2500
 
 
 class Visitors:
-    """Requests of many lengths, each a function of its number."""
+    """Adds requests of many lengths, each a function of its number."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.count = engine, 0
 
     def come(self) -> None:
-        """So many that there are never fewer than RUNNING - 2."""
+        """Adds requests, so that there are never fewer than RUNNING - 2."""
         while len(self.engine.generations) < RUNNING - 2 + self.count % 3:
             rng = random.Random(self.count % 97)
             prompt = [rng.randrange(self.engine.info.vocab_size) for _ in range(rng.randint(1, 90))]
@@ -58,7 +59,7 @@ class Visitors:
 
 
 def steady(engine: Engine, steps: int) -> dict[str, Any]:
-    """So many steps, counted."""
+    """Runs this many steps after a warm-up. Returns what was counted."""
     counts: Counter[str] = Counter()
     visitors = Visitors(engine)
     for _ in range(WARM_STEPS):
@@ -113,12 +114,12 @@ def steady(engine: Engine, steps: int) -> dict[str, Any]:
 
 
 def rss() -> int:
-    """The most that the process ever held, in KB."""
+    """Returns the peak resident memory of the process, in KB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def staging() -> str:
-    """Images staged while the card sleeps: each arrives as it was written."""
+    """Stages images while the GPU sleeps. Returns "" if each arrives as it was written."""
     arena, seen = Arena(1 << 16, torch.device("cuda")), []
     torch.cuda._sleep(200_000_000)
     for value in range(1, 6):

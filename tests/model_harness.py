@@ -1,8 +1,8 @@
-"""A small engine for tests of models: steps by the driver, in poisoned pools, and tiny models made
-by transformers' own classes.
+"""A small engine for tests of models: steps by the lab's driver, in poisoned pools, and tiny models
+made by transformers' own classes.
 
-`Engine.step` runs rows of several requests in one step; everything above a step (scheduling,
-sampling, prefix trees) is missing on purpose.
+`Engine.step` computes rows of several requests in one step. Everything above a step (scheduling,
+sampling, prefix trees) is left out on purpose.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PAGES = 4096  # slots of every pool
 
 
 def poisoned(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache in which nothing was written yet: reading it shows."""
+    """Returns a cache in which nothing was written yet; reading such a slot gives NaN."""
     return torch.full(shape, torch.nan, device=device).to(dtype)
 
 
 @dataclass
 class Request:
-    """A sequence: its pages and how many keys are in them."""
+    """A sequence: its page table and how many keys are cached."""
 
     table: PageTable
     cached: int = 0
@@ -73,11 +73,11 @@ class Engine:
         return Request(self.driver.request())
 
     def fork(self, parent: Request, length: int) -> Request:
-        """A second request that starts from the first `length` keys of another."""
+        """Returns a second request that starts from the first `length` keys of another."""
         return Request(parent.table.fork(length), length, parent.cross, parent.ids[:length])
 
     def step(self, batch: Batch) -> Tensor:
-        """The hidden rows of every request's new ids, computed in one step."""
+        """Computes every request's new ids in one step. Returns their hidden states."""
         shares = [Share(r.table, new, r.cached, cross_len=r.cross) for r, new in batch]
         out = self._run(GENERATE, shares)
         for request, new in batch:
@@ -87,13 +87,13 @@ class Engine:
         return out
 
     def encode(self, batch: Batch) -> Tensor:
-        """The encoder's rows of every request's source; their cross keys are stored."""
+        """Computes the encoder's rows of every request's source and stores their cross keys."""
         for request, source in batch:
             request.cross = len(source)
         return self._run(ENCODE, [Share(r.table, source) for r, source in batch])
 
     def embed(self, prompts: Sequence[Sequence[int]], how: str | None = None) -> Tensor:
-        """Embeddings of whole prompts, in one step that keeps nothing."""
+        """Returns embeddings of whole prompts, computed in one step that keeps nothing."""
         hidden = self._run(EMBED, [Share(self.driver.request(), p) for p in prompts])
         return self.model.embed(hidden, [0, *accumulate(map(len, prompts))], how)
 
@@ -104,7 +104,7 @@ class Engine:
     def whole(
         self, ids: Sequence[int], chunk: int | None = None, request: Request | None = None
     ) -> Tensor:
-        """One request, alone, all at once or in chunks."""
+        """Computes one request alone, in one step or in chunks. Returns its hidden states."""
         request = request or self.request()
         size = chunk or len(ids)
         return torch.cat(
@@ -113,8 +113,8 @@ class Engine:
 
 
 def randomise(model: Any, seed: int = 0) -> Any:
-    """Weights with which attention, routing, biases and sinks matter, and a tied head does not just
-    repeat the last token."""
+    """Sets weights with which attention, routing, biases and sinks matter, and a tied head does not
+    just repeat the last token."""
     generator = torch.Generator().manual_seed(seed)
     tied = 0.15 if model.config.tie_word_embeddings else 0.7
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A step in memory of its own, without an arena and a runner."""
+"""A step in memory of its own, without an arena and without a runner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def standalone(
     ids: Sequence[int] | Ints = (),
     device: torch.device = CPU,
 ) -> Step:
-    """Lowered and bound, on a device."""
+    """Lowers and binds a plan on a device. Returns the step."""
     specs = tuple(group.spec for group in plan.groups)
     layout = layout_of(plan.bucket, specs, backend)
     image = np.zeros(layout.length, np.int32)

@@ -1,4 +1,5 @@
-"""Bad input: each mistake gets its one true line, leaves nothing behind, and harms no neighbour."""
+"""Bad input: each mistake gets its one true line, leaves nothing behind, and harms no other
+request."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ IDS = "a token id is a whole number from 0 to 4095"
 
 
 class Text(str):
-    """Somebody's own kind of string."""
+    """A caller's own subclass of str."""
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,15 @@ def want(llm: LLM) -> bytes:
 
 
 def bits(llm: LLM) -> bytes:
-    """The answer to a plain request: what it must be after every mistake."""
+    """Returns the bits of the answer to a plain request, which must be the same after every
+    mistake."""
     (out,) = llm.generate("def fib(n):", FOUR)
     return out.logprobs.tobytes()
 
 
 def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
-    """The call is refused with this line; the engine is empty, its pages are whole, and it answers
-    as before."""
+    """Checks that the call is refused with this line, and that afterwards the engine is idle, its
+    pages are accounted for, and it answers as before."""
     with pytest.raises(RuleError) as caught:
         call()
     assert str(caught.value) == line

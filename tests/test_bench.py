@@ -1,5 +1,5 @@
-"""The benchmark of the whole engine: its command, its document, its pictures. What is fast is
-nobody's business here."""
+"""The benchmark of the whole engine: its command, its document, its plots. No test here judges
+speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACE = {
 
 
 def case(**changes: object) -> dict[str, object]:
-    """A case of a document."""
+    """Returns a case of a document."""
     base = {
         "case": "mixed builtin",
         "kind": "mixed",
@@ -121,7 +121,7 @@ def test_a_document_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_disturbed_run_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """With one of two cores taken, a contender that spins at barriers was twenty times slower: a
+    """With one of two cores taken, a competitor that spins at barriers was twenty times slower: a
     fine ratio, and a wrong one."""
     path = tmp_path / "doc.json"
     path.write_text(
@@ -185,7 +185,7 @@ def test_curves_without_any_in_the_document(tmp_path: Path, capsys: pytest.Captu
 def met(
     targets: dict[str, float], *, others: float = 0.0, quick: bool = False, **how: object
 ) -> bool | None:
-    """Whether 18 ms of ours beside 27 of a peer, or of none that is named, reach what they must."""
+    """Returns whether 18 ms for Lockstep and 27 ms for the peer `static` meet these targets."""
     timing = Timing()
     for name, ms in {"lockstep": 18.0, "static": 27.0}.items():
         timing.add(name, others, ms)

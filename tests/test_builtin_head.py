@@ -1,4 +1,4 @@
-"""The built-in model's head: its file, and a tiny run of the script that trained it."""
+"""The built-in model's EAGLE head: its file, and a tiny run of the script that trained it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plain(target) -> Any:
 
 
 def answers(target: loader.Loaded, **options: Any) -> tuple[list[Any], Speculated]:
-    """Of a batch of mixed parameters, and what was guessed."""
+    """Returns the answers of a batch of mixed parameters, and the counts of draft tokens."""
     backend, choice = select(None, target.model.groups(), "cpu", "float32")
     tokenizer, certificate = Tokenizer.from_folder(BUILTIN), "none"
     made = Parts(*target, tokenizer, backend, choice, certificate)
@@ -116,7 +116,7 @@ def test_files_of_the_speed_table_are_none_that_model_or_head_were_trained_on(sc
 
 
 def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
-    """The script's formulas of target and head, and the engine's, on one continuation: the same
+    """The script's formulas of target and head against the engine's, on one continuation: the same
     states, and the same logits along a chain."""
     torch.manual_seed(3)
     cpu, rows, steps = torch.device("cpu"), 20, 3
@@ -139,7 +139,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
         states = torch.from_numpy(out.states)
         assert torch.allclose(states, batch.states[0].float(), rtol=0.02, atol=0.02)
         drafted = script.unrolled(own, replace(batch, states=states[None], ids=ids[None]), steps)
-    last = 12 - 1  # the chain that begins at the prompt's last row
+    last = 12 - 1  # the chain begins at the prompt's last row
     rig = Runner(kind.specs, [8], reference.Backend(), head.ops)
     table = PageTable(CacheGroups(kind.specs, [PagePool(8)]))
     given, begin = head.fuse(states[: last + 1]), 0
@@ -156,7 +156,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
 
 
 def shape_of(script: ModuleType) -> Any:
-    """That of the shipped head."""
+    """Returns the shape of the shipped head."""
     config = json.loads((BUILTIN / "eagle3/config.json").read_text())
     return script.Shape(
         hidden=config["hidden_size"],

@@ -1,9 +1,10 @@
 """No bit depends on the width of the processor's vectors: models of every type under every
-capability, in processes of their own.
+capability, each in a process of its own.
 
-`ATEN_CPU_CAPABILITY` makes torch compute as on another processor, Numba's `haswell` our own
-kernels. What this one lacks is skipped by name. And the reason for it: what torch itself does to
-floating numbers of a row either moves them or rounds each once.
+`ATEN_CPU_CAPABILITY` makes torch compute as on another processor, Numba's `haswell` makes our own
+kernels do so. Capabilities that this processor lacks are skipped by name. The last test gives the
+reason: what torch itself does to floating-point numbers of a row either moves them or rounds each
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lockstep.models.loader import model_types
 
 ROOT = Path(__file__).resolve().parent.parent
 HASWELL = ("sse4.2", "avx", "avx2", "fma", "bmi", "bmi2", "popcnt", "lzcnt", "f16c", "movbe")
-NEEDS: dict[str, tuple[str, ...]] = {  # setting → what the processor must have, in LLVM's words
+NEEDS: dict[str, tuple[str, ...]] = {  # setting → what the processor must have, by LLVM's names
     "default": (),
     "avx2": ("avx2", "fma"),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"),
@@ -34,7 +35,7 @@ FEW = (
     "gpt_oss-64",
     "deepseek_v3",
     "bert-24",
-)  # of haswell: to compile for it takes longer than to answer
+)  # haswell: compiling for it takes longer than answering
 ASKED = {setting: FEW if setting == "haswell" else tuple(MODELS) for setting in NEEDS}
 PAIRS = [
     (setting, name) for setting, names in ASKED.items() for name in names if setting != "default"
@@ -80,13 +81,13 @@ ROUNDS_ONCE = {"_to_copy", "add", "add_", "div", "mul", "sub"}
 
 
 def lacking(setting: str) -> list[str]:
-    """What this processor does not have of what a setting needs."""
+    """Returns the features that a setting needs and this processor lacks."""
     has = llvmlite.binding.get_host_cpu_features()
     return [feature for feature in NEEDS[setting] if not has.get(feature, False)]
 
 
 def start(setting: str) -> subprocess.Popen[str]:
-    """A process that reports what the models answer under a setting."""
+    """Starts a process that reports what the models answer under a setting."""
     settings = ("ATEN_CPU_CAPABILITY", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
     given = {k: v for k, v in os.environ.items() if k not in settings}
     given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": setting}
@@ -105,7 +106,7 @@ def start(setting: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    """Setting → what its process said."""
+    """Returns setting → what its process reported."""
     found = {}
     for setting, process in {
         setting: start(setting) for setting in NEEDS if not lacking(setting)
@@ -148,8 +149,8 @@ def test_bits_and_fingerprints_are_those_of_a_processor_without_vectors(
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_torch_only_moves_the_numbers_of_a_row_or_rounds_each_once(name: str):
-    """Sums, means, products of matrices, powers and exponentials of torch have bodies and tails,
-    and orders of their own."""
+    """Sums, means, matrix products, powers and exponentials of torch have vector bodies and scalar
+    tails, and orders of their own."""
     found = {operator.removeprefix("aten.") for operator in operators(name)}
     assert found <= MOVES | COMPARES | ROUNDS_ONCE
     assert found & MOVES, "the operators were seen"

@@ -1,4 +1,4 @@
-"""Programs that only run on a card: what they name in the package exists."""
+"""Programs that run only on a GPU: whatever they name in the package exists."""
 
 from __future__ import annotations
 

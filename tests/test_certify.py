@@ -1,5 +1,5 @@
-"""The certificate refuses what a row's company, position or step kind can change; and the
-fingerprint says what computed an answer."""
+"""The certificate is refused where a row's neighbours, position or kind of step can change its
+bits; and the fingerprint states what computed an answer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def builtin() -> Loaded:
 
 
 def stretched(model: tiny.Tiny, **config: Any) -> Loaded:
-    """A tiny model that reaches over a split."""
+    """Returns a tiny model whose context is longer than a split."""
     return tiny.loaded(replace(model, config={**model.config, **LONG, **config}))
 
 
 def refusal(loaded: Loaded, **options: Any) -> str:
-    """What a certificate is refused for, or ""."""
+    """Returns why a certificate is refused, or ""."""
     try:
         prepare(loaded, None, EngineConfig(**options))
     except NotCertified as error:
@@ -88,14 +88,14 @@ def test_a_window_beyond_the_first_split_is_crossed_over_copied_keys():
 
 @pytest.mark.parametrize("name", ["sglang-10721", "vllm-51902"])
 def test_a_bug_that_moves_splits_is_not_certified(builtin, name):
-    """Invisible with one key at position 0: a split needs a second tile to show."""
+    """One key at position 0 does not show it: it takes a second tile."""
     with reverts.swapped(reverts.load(name)):
         assert refusal(builtin).startswith("a difference at ")
     assert refusal(builtin) == ""
 
 
 def test_a_bug_in_tiles_that_a_row_does_not_see_is_not_certified():
-    """Invisible unless rows of one quad of the kernel lie on both sides of a tile, so not with 4
+    """It shows only if rows of one quad of the kernel are on both sides of a tile, so not with 4
     query heads per kv head."""
     loaded = stretched(tiny.LLAMA)
     with reverts.swapped(reverts.load("lockstep-rescale")):
@@ -103,7 +103,8 @@ def test_a_bug_in_tiles_that_a_row_does_not_see_is_not_certified():
 
 
 def broken_from(rows: int) -> Ops:
-    """Our table, whose GEMM from so many rows on adds in another order."""
+    """Returns the CPU's table with a GEMM whose last bits are wrong from `rows` rows on, as if it
+    added in another order."""
 
     right = Ops.linear
 

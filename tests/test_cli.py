@@ -133,7 +133,7 @@ def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureF
 
 
 def parsers(parser: Parser) -> list[Parser]:
-    """A parser and those of its commands."""
+    """Returns a parser and the parsers of all commands below it."""
     below = [
         p
         for a in parser._actions
@@ -151,7 +151,7 @@ def test_every_command_names_a_function_that_exists():
 
 
 def writing_commands() -> list[str]:
-    """Every command with every output it has, as one would type it, the file missing."""
+    """Returns every command with each output option it has, as typed, without the file's name."""
     found = []
     for parser in parsers(cli.make_parser()):
         needed = [

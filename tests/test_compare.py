@@ -1,4 +1,4 @@
-"""`bench compare`: two trees in turns. Whether one is faster is nobody's business here."""
+"""`bench compare`: two trees, measured in turns. No test here judges which one is faster."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_the_cases_are_those_of_the_benchmarks():
 def compared(
     case: str, *starts: tuple[list[float], list[float]], others: float = 0.0
 ) -> dict[str, Any]:
-    """A case of some starts, each the seconds of the old side and of the new one."""
+    """Returns a case with some starts; each is the seconds of the old side and those of the new
+    side."""
     timings = []
     for pair in starts:
         timings.append(Timing())

@@ -1,5 +1,5 @@
-"""What people read is true: the API pages build and are current, what they say of tensors is what
-an engine passes, and every example runs."""
+"""What people read is true: the API pages build and are current, what they say about tensors is
+what an engine passes, and every example runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_a_tensor_without_dtype_and_shape_stops_the_pages(text: str):
 
 
 def bind(known: dict[str, int], shape: str, actual: tuple[int, ...]) -> None:
-    """One symbol, one number, over all tensors of a call; expressions may be anything."""
+    """Checks that a symbol means one number across all tensors of a call. Other expressions may be
+    anything."""
     symbols = shape.split(", ")
     assert len(symbols) == len(actual), (shape, actual)
     for symbol, n in zip(symbols, actual):
@@ -65,7 +66,7 @@ def bind(known: dict[str, int], shape: str, actual: tuple[int, ...]) -> None:
 
 
 def judge(said: list[api.Array], tensors: dict[str, Any]) -> None:
-    """Whether the tensors of one call are what a page says of them."""
+    """Checks that the tensors of one call are what a page says about them."""
     known: dict[str, int] = {}
     for array in (a for a in said if tensors.get(a.name) is not None):
         tensor = tensors[array.name]
@@ -155,7 +156,7 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
     from lockstep.sample.params import SamplingParams
 
     calls: set[str] = set()
-    table = type(tiny.CPU.ops)  # whose tables are made anew
+    table = type(tiny.CPU.ops)  # models make new tables of this class
 
     def spy(method: Any, old: Any) -> Any:
         said = api.arrays(api.ast.get_docstring(method))
@@ -166,7 +167,7 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
             out = old(*args, **keywords)
             given = dict(zip(names, args)) | keywords
             given |= dict(zip(results, out if isinstance(out, tuple) else (out,)))
-            given.pop("storages", None)  # a list of them
+            given.pop("storages", None)  # a list of tensors
             judge(said, given)
             calls.add(method.name)
             return out
@@ -175,7 +176,7 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
 
     protocol: Any = api.read("ops.py").find("Ops")
     for method in (n for n in protocol.body if isinstance(n, api.Function)):
-        if method.name != "pack":  # of one matrix or of several
+        if method.name != "pack":  # takes one matrix or several
             old = getattr(table, method.name)
             monkeypatch.setattr(table, method.name, staticmethod(spy(method, old)))
     parts = tiny.parts(getattr(tiny, name), select.load("cpu"))

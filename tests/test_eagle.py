@@ -1,5 +1,5 @@
-"""EAGLE heads: a small one equals a plain float64 computation, step by step and on a tree; a file
-that does not fit is refused; the built-in model's own is there; its training runs."""
+"""EAGLE heads: a small one equals a plain float64 computation, step by step and on a tree; chains
+continue while they have a chance; a head that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from lockstep.spec.draft import DraftRequest, DraftSetup
 from lockstep.types import RuleError
 
 D, KNOWN, ROWS = COMMON["hidden_size"], 23, 32
-TOKENS = torch.arange(KNOWN) * 2 + 3  # that an EAGLE-3 head here knows
+TOKENS = torch.arange(KNOWN) * 2 + 3  # the tokens that an EAGLE-3 head here knows
 EAGLE, EAGLE3 = eagle.ARCHITECTURE, eagle3.ARCHITECTURE
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
 def tensors(architecture: str) -> dict[str, Tensor]:
-    """Random ones of a small head, by their public names."""
+    """Returns random tensors of a small head, by their public names."""
     wide = 2 * D if architecture == EAGLE3 else D
     layer = "midlayer" if architecture == EAGLE3 else "layers.0"
     sizes = {f"{layer}.self_attn.{n}_proj": (w, wide) for n, w in (("q", 32), ("k", 16), ("v", 16))}
@@ -76,7 +76,7 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> No
 
 
 def setup(path: Path | None, tiny: Any = LLAMA) -> DraftSetup:
-    """For a target of random weights, as the engine makes it."""
+    """Returns the setup for a target with random weights, as the engine makes it."""
     named = None if path is None else str(path)
     config = EngineConfig(
         page_size=4,
@@ -98,7 +98,8 @@ def head(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 def plain(head: Any, ids: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits of draft tokens or all, states) of rows at positions 0… that are given `given`."""
+    """Returns (logits of draft tokens or of all tokens, states) in float64, for rows at positions
+    0… with the states `given`."""
     three = isinstance(head, eagle3.Eagle3)
     weights = Weights(tensors(EAGLE3 if three else EAGLE))
     layer = weights.at("midlayer") if three else weights.at("layers", 0)
@@ -119,7 +120,7 @@ def plain(head: Any, ids: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rig:
-    """One request, whose draft keys alone are kept."""
+    """One request, of which only the draft keys are kept."""
 
     def __init__(self, head: Any) -> None:
         self.head, self.kind = head, head.draft.kind
@@ -146,7 +147,8 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 
 def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
-    """Rows of the target's states, then a chain: each row is given what the one before it made."""
+    """Rows with the target's states, then a chain: each row is given the state that the previous
+    row made."""
     gen, rig = torch.Generator().manual_seed(1), Rig(head)
     count = len(head.target_layers)
     states = [torch.randn(9, D, generator=gen) for _ in range(count)]
@@ -173,7 +175,7 @@ def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
 
 
 def test_branches_of_a_draft_tree_do_not_see_each_other(head):
-    """Two tokens behind the committed rows, one row behind each: every path is a chain."""
+    """Two tokens after the committed rows, and one row after each: every path is a chain."""
     gen, rig = torch.Generator().manual_seed(2), Rig(head)
     ids, given = torch.randint(VOCAB, (6,), generator=gen), torch.randn(6, D, generator=gen)
     rig.step(ids, given, 0)
@@ -190,7 +192,8 @@ def test_branches_of_a_draft_tree_do_not_see_each_other(head):
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])
 def test_answers_with_a_random_head_have_the_bits_of_plain_ones(architecture, top_k, tmp_path):
-    """Which is wrong nearly always; the built-in model's, which is right, has a test of its own."""
+    """A random head is wrong nearly always. The built-in model's head, which is right, has its own
+    test."""
     save(tmp_path, config_of(architecture), tensors(architecture))
     head = {
         "speculative_algorithm": "eagle3" if architecture == EAGLE3 else "eagle",
@@ -343,7 +346,7 @@ def test_a_head_with_more_rows_than_memory_says_which_numbers_make_them():
 
 
 def test_integers_are_weights_nowhere_else(tmp_path):
-    """d2t and t2d are read as what they are; an integer under any other name is refused."""
+    """d2t and t2d are read as what they are; an integer tensor under any other name is refused."""
     save(tmp_path, config_of(EAGLE3), {**tensors(EAGLE3), "codes": torch.ones(2).int()})
     with pytest.raises(RuleError, match="weights are floating point; got 1 others: codes is I32"):
         eagle3.load(setup(tmp_path))

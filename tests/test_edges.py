@@ -1,7 +1,7 @@
-"""Numbers that nothing else would miss: bounds from both sides, defaults, sizes of a cache, in
-literal figures.
+"""Numbers that no other test would miss: bounds from both sides, defaults, cache sizes, as literal
+figures.
 
-Each test stands for a mutant of `lockstep lab mutate` that lived.
+Each test stands for a mutant of `lockstep lab mutate` that survived.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():
 
 
 def group(**changes: Any) -> GroupSpec:
-    """Two layers of 2 heads of 8: 256 B a slot."""
+    """Returns a group of two layers of 2 heads of 8 columns: 256 B per slot."""
     fields = {"layout": Layout.DENSE, "heads": 2, "kv_heads": 2, "d_qk": 8, "d_v": 8}
     return GroupSpec(**{**fields, "layers": (AttnSpec(1.0),) * 2, **changes})
 
@@ -142,8 +142,8 @@ def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.Mo
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 40)
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8)
     found, text = memory.cache_size((FULL, WINDOW, FRESH), config, 1001, CPU)
-    # 4004 keys are 251 pages; behind a window of 32 four requests hold at most
-    # (4 * (32 + 2 * 16 - 3) + 8) // 16 = 15 pages; and each its null page
+    # 4004 keys are 251 pages; with a window of 32 four requests hold at most (4 * (32 + 2 * 16 - 3)
+    # + 8) // 16 = 15 pages; each pool has a null page in addition
     assert found == (252, 16, 0)
     assert text.splitlines()[0] == "cache for 4,004 tokens"
     assert text.splitlines()[-1] == f"total {(252 + 16) * PAGE:,} B"
@@ -249,7 +249,7 @@ def test_true_asks_for_no_best_tokens_of_the_prompt():
 
 
 def answer(params: SamplingParams) -> Output:
-    """Of a tiny engine."""
+    """Returns the answer of a tiny engine."""
     engine = tiny_engine.engine(max_total_tokens=500)
     job = engine.add((3, 4, 5), params)
     while engine.busy:
@@ -321,7 +321,7 @@ def test_rows_are_proven_on_both_sides_of_a_tile_a_split_and_a_window(
 
 
 class Head:
-    """Logits that are another number in steps of exactly so many rows."""
+    """Logits that differ in steps of exactly `rows` rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -1,5 +1,5 @@
-"""The fingerprint holds whatever changes a bit: weights, the cache's dtype, and whose backend
-ran."""
+"""The fingerprint contains whatever changes a bit: weights, the cache's dtype, and which package's
+backend ran."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_dtype_of_the_cache_has_its_own_fingerprint():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The built-in model's folder, to be changed."""
+    """A copy of the built-in model's folder, to be changed."""
     return Path(shutil.copytree(BUILTIN, tmp_path / "model"))
 
 
@@ -107,7 +107,7 @@ def test_every_changed_byte_shows_in_a_digest(length):
 
 
 def install(folder: Path, package: str, name: str, text: str = OURS) -> None:
-    """A package with one backend, as an installer would leave it."""
+    """Writes a package with one backend, as an installer would leave it."""
     info = folder / f"{package}-2.5.dist-info"
     info.mkdir(parents=True)
     (folder / f"{package}.py").write_text(text)
@@ -168,7 +168,8 @@ def test_the_fingerprint_names_the_distribution_of_somebody_elses_backend(tmp_pa
     ids=["in another order", "fewer with a window", "with a window too wide to be crossed"],
 )
 def test_the_same_weights_in_other_kinds_of_layers_have_another_fingerprint(windows, wide):
-    """Only one layer of each kind is computed at start: which layers these are must be told."""
+    """Only one layer of each kind is computed at start, so the fingerprint must name which layers
+    are of which kind."""
     kinds = ("sliding_attention", "full_attention")
 
     def fingerprint(windows: tuple[int, ...], wide: int) -> str:

@@ -1,4 +1,4 @@
-"""`lockstep generate`: text in, text out; a mistake is one line that states the rule, what was got,
+"""`lockstep generate`: text in, text out; a mistake is one line that states the rule, what it got,
 and what to do."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PROMPT = "def binary_search(items, target):"
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
-    """Exit code, what was printed, and what was said about it."""
+    """Returns the exit code, stdout and stderr."""
     try:
         code = cli.main(["generate", *words])
     except SystemExit as left:

@@ -1,4 +1,4 @@
-"""Recorded answers: every bit of them, on the versions that they were recorded with."""
+"""Recorded answers: every bit of them, on the versions with which they were recorded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Head sizes that are no multiple of 8: padded with zero columns, served by the canonical backend,
 equal to transformers.
 
-The padding is the cache's: a model's q, k and v keep their own columns, storages and kernels have
+Only the cache is padded: a model's q, k and v keep their own columns, storages and kernels have
 `order.stored_len` of them.
 """
 
@@ -98,7 +98,8 @@ def test_cross_attention_with_heads_of_7_and_14_equals_transformers(case):
 
 
 def test_zero_columns_change_no_bit_of_a_score_or_an_output():
-    """A head of 20 and the same head with 12 zero columns of the model's own have the same bits."""
+    """A head of 20 columns and the same head with 12 zero columns made by the model have the same
+    bits."""
     from test_attention import attend
 
     narrow = GroupSpec(Layout.DENSE, 2, 1, 20, 20, (AttnSpec(0.3),), page_size=4)

@@ -1,9 +1,9 @@
-"""Who may import whom: the order of the layers, read from the source, and the torch-free half,
-tried with torch blocked.
+"""Which layer may import which: the order of the layers, read from the source; and the torch-free
+half, imported with torch blocked.
 
 The order is `order, types, ops, config` ← plan ← kv ← sample ← kernels ← attention ← nn ← models ←
 run ← spec ← llm ← serve. Imports inside functions and under TYPE_CHECKING count like any other: a
-dependency that is hidden is still one.
+hidden dependency is still a dependency.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ CHAIN = [
     "llm",
     "serve",
 ]
-SIDE = {"text", "sched"}  # `llm` and `serve` put them together with the rest
-TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside functions
+SIDE = {"text", "sched"}  # joined with the rest by `llm` and `serve`
+TOOLS = {"lab", "bench"}  # may import everything; imported by `cli` alone, inside functions
 FACE = {"cli", "__main__"}
 UNITS = BASE | set(CHAIN) | SIDE | TOOLS | FACE
-# what of kv and run holds numbers, not tensors: all that sched sees of them
+# modules of kv and run without tensors, the only ones of theirs that sched may import
 HOST = {"kv": {"tables", "prefix"}, "run": {"kind"}}
 
 TORCH_FREE = ("plan", "sched", *(f"{u}.{name}" for u, names in HOST.items() for name in names))
@@ -50,7 +50,7 @@ class Import(NamedTuple):
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name → file, of all that exists."""
+    """Returns dotted name → file, for every module of the package."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -59,7 +59,8 @@ def modules() -> dict[str, Path]:
 
 
 def targets(node: ast.AST, package: str) -> list[str]:
-    """What one statement or call imports, absolute. `package` is what a leading dot stands for."""
+    """Returns the absolute names that one statement or call imports. `package` is what a leading
+    dot stands for."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -81,7 +82,7 @@ def targets(node: ast.AST, package: str) -> list[str]:
 
 
 def imports(source: str, name: str, is_package: bool = False) -> list[Import]:
-    """All imports of Lockstep's own modules in a source text, at any depth."""
+    """Returns all imports of Lockstep's own modules in a source text, at any depth."""
     package = name if is_package else name.rpartition(".")[0]
     found: list[Import] = []
 
@@ -100,14 +101,15 @@ def imports(source: str, name: str, is_package: bool = False) -> list[Import]:
 
 
 def unit(dotted: str) -> str:
-    """The layer a dotted name belongs to; "" for the package itself and the names it exports."""
+    """Returns the layer a dotted name belongs to; "" for the package itself and the names it
+    exports."""
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in UNITS else ""
 
 
 def sees(importer: str) -> set[str]:
-    """The layers that a layer may import, its own included. "" is `lockstep` itself, whose lazy
-    names lead to `llm`."""
+    """Returns the layers that a layer may import, its own included. "" is `lockstep` itself, whose
+    lazy names lead to `llm`."""
     everything = UNITS | {""}
     if importer in TOOLS:
         return everything
@@ -124,12 +126,12 @@ def sees(importer: str) -> set[str]:
     if importer == "sched":
         return BASE | {"plan", "kv", "run", "sched"}
     above = {"", *SIDE} if importer in {"llm", "serve"} else set()
-    above |= {"sched"} if importer == "spec" else set()  # whose requests it proposes for
+    above |= {"sched"} if importer == "spec" else set()  # it drafts for sched's requests
     return BASE | set(CHAIN[: CHAIN.index(importer) + 1]) | above
 
 
 def offences(source: str, name: str, is_package: bool = False) -> list[str]:
-    """One line per import that the order does not allow."""
+    """Returns one line per import that the order does not allow."""
     importer, out = unit(name), []
     if name != PACKAGE and not importer:
         return [f"{name}: its layer has no place in the order; give it one here and in the design"]
@@ -224,8 +226,8 @@ def test_the_checker_allows(name: str, source: str):
 
 
 def without_torch(names: list[str]) -> str:
-    """Import `names` in a fresh interpreter where torch cannot be imported; the failures, one per
-    line."""
+    """Imports `names` in a fresh interpreter where torch cannot be imported. Returns the failures,
+    one per line."""
     code = """
 import importlib, sys
 sys.modules["torch"] = None

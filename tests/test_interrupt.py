@@ -1,5 +1,5 @@
-"""Interrupts, threads and streams that are read in any order: nothing is lost, no page leaks, every
-answer has its bits."""
+"""Interrupts, threads, and streams that are read in any order: nothing is lost, no page leaks,
+every answer has its bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.types import RuleError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # a strike in a finaliser is swallowed
+)  # an interrupt raised in a finaliser is swallowed
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=1)
 PROMPT = list(range(3, 25))
@@ -111,7 +111,7 @@ def forget(self):
 
 
 def unsynced(self):
-    """The stream as it was left, wherever its text is."""
+    """Returns the stream as an interrupt left it, even if it is not in step with the text."""
     self._stream = self._stream or Stream(self.tokenizer, self.params.stop, self.prompt_ids)
     return self._stream
 
@@ -133,7 +133,7 @@ def test_the_lab_notices_an_engine_that_does_not_recover(monkeypatch, of, name, 
 
 
 def test_a_traceback_that_is_kept_keeps_no_request():
-    """A notebook keeps the last one, and with it all local variables of the call that was
+    """A notebook keeps the last traceback, and with it all local variables of the call that was
     stopped."""
     model = llm()
     kept = []
@@ -151,7 +151,7 @@ def test_a_traceback_that_is_kept_keeps_no_request():
 
 
 def test_a_call_that_ends_without_its_last_words_leaves_no_request(monkeypatch):
-    """The interrupt strikes in the `finally` of the call itself, and the traceback is kept."""
+    """The interrupt is raised in the call's own `finally`, and the traceback is kept."""
     model = llm()
     kept = []
 
@@ -192,8 +192,8 @@ class Failing:
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
 def test_a_step_that_fails_has_not_happened(tiny, at):
-    """Scores of the prompt and of items half way: none twice, none missing, and everybody goes
-    on."""
+    """A step fails half way through the scores of a prompt and of items: no score is repeated or
+    missing, and every request continues."""
     model = llm(tiny, chunked_prefill_size=24 if tiny is BART else 5, graphs=False)
     calm = llm(tiny, disable_radix_cache=True, max_total_tokens=2048).engine
     params = replace(PARAMS, n=2, prompt_logprobs=None if tiny is BART else 1)
@@ -238,7 +238,7 @@ def test_what_was_refused_costs_no_cache():
 
 
 def test_a_call_inside_the_loop_of_a_stream_takes_nothing_from_it():
-    """`generate` computed the stream's tokens too, and the stream ended without them."""
+    """`generate` used to compute the stream's tokens too, and the stream ended without them."""
     model, chunks = llm(), []
     for chunk in model.stream(PROMPT, PARAMS):
         chunks.append(chunk)
@@ -416,12 +416,12 @@ def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_noth
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
-    """There are not processors for two."""
+    """Makes one processor available, which is not enough for two threads."""
     monkeypatch.setattr(threads, "CORES", 1)
 
 
 def test_who_leaves_room_for_another_waits_for_nobody(monkeypatch):
-    """Two engines with a thread each took turns on two processors."""
+    """Two engines with a thread each used to take turns on two processors."""
     monkeypatch.setattr(threads, "CORES", 2)
     with threads.limited(1), threads.floor():
         assert threads.FLOOR == []
@@ -456,7 +456,7 @@ def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_ti
 
 def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait(one_at_a_time):
     kept = [threads.floor(), threads.floor()]
-    thread = threading.Thread(target=kept[0].__enter__)  # and it is never left
+    thread = threading.Thread(target=kept[0].__enter__)  # never left
     thread.start()
     thread.join()
     (lost,) = threads.FLOOR
@@ -464,7 +464,7 @@ def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait(one_at_a_time)
         assert lost not in threads.FLOOR and len(threads.FLOOR) == 1
         with ThreadPoolExecutor(1) as pool:
             begin = time.perf_counter()
-            pool.submit(kept[1].__enter__).result()  # which nobody gives it
+            pool.submit(kept[1].__enter__).result()  # it is not handed over
             assert time.perf_counter() - begin >= threads.PATIENCE_S
             (other,) = threads.FLOOR
     assert threads.FLOOR == [other], "it is not ours to leave"

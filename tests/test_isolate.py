@@ -1,4 +1,5 @@
-"""Worker processes: what dies is an answer, what hangs is ended, and the others do not notice."""
+"""Worker processes: the death of one is an answer, one that hangs is ended, and the rest are not
+disturbed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lockstep.types import RuleError
 
 
 def work(job: str) -> str:
-    """What the processes of this test do."""
+    """The job that the worker processes of this test run."""
     if job == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
     if job == "hang":

@@ -1,8 +1,8 @@
 """The CPU attention kernel: right against float64, and the same bits whatever is computed together.
 
-Every case is a `Case`: keys and values by (request, position), rows that see [lo, hi), and a layout
-(page size, scattered pages, lists) that must not matter. Slots that nobody sees hold NaN
-throughout, so a read too many shows up in the value tests as well.
+Every test case is a `Case`: keys and values by (request, position), rows that see [lo, hi), and a
+layout (page size, scattered pages, lists) that must not matter. Slots that no row sees contain NaN
+throughout, so reading one too many fails the value tests as well.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lockstep.kernels.cpu.threads import limited, linked
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
 NO_LIST = 2**31 - 1
-BLOCK = 32  # rows of a block
+BLOCK = 32  # rows per block
 
 
 @dataclass(frozen=True)
 class Case:
-    """lens: keys of each request; rows: (request, lo, hi) each, rows of a request side by side."""
+    """lens: keys of each request. rows: (request, lo, hi) each; rows of a request are adjacent."""
 
     lens: tuple[int, ...]
     rows: tuple[tuple[int, int, int], ...]
@@ -52,7 +52,7 @@ DTYPES = {getattr(torch, f.torch_name): name for name, f in KV_FORMATS.items()}
 
 
 def bound(table: Table, heads: int, kv_heads: int, d_qk: int, d_v: int, **more: Any) -> Handle:
-    """What a group of such heads has for a call."""
+    """Returns the handle of a group with these heads, for one call."""
     spec = GroupSpec(Layout.DENSE, heads, kv_heads, d_qk, d_v, (AttnSpec(1.0),), **more)
     return Handle(
         spec=spec,
@@ -66,8 +66,8 @@ def bound(table: Table, heads: int, kv_heads: int, d_qk: int, d_v: int, **more: 
 
 
 def causal(lens: list[int], news: list[int], window: int = 0) -> tuple[tuple[int, int, int], ...]:
-    """The last `news[r]` positions of every request as rows, each seeing itself and what lies
-    before it."""
+    """Returns the last `news[r]` positions of every request as rows. Each sees itself and the keys
+    before it, or `window` of them."""
     rows = []
     for r, (length, new) in enumerate(zip(lens, news, strict=True)):
         for p in range(length - new, length):
@@ -76,8 +76,8 @@ def causal(lens: list[int], news: list[int], window: int = 0) -> tuple[tuple[int
 
 
 def tensors(case: Case) -> tuple[Any, Any, Any, Any]:
-    """q [T, H, Dqk]; per request k [S, KVH, Dqk] and v [S, KVH, Dv] in the case's dtype; sinks. A
-    function of sizes, not of layout."""
+    """Returns q [T, H, Dqk]; per request k [S, KVH, Dqk] and v [S, KVH, Dv] in the case's dtype;
+    sinks. They depend on sizes, not on the layout."""
     rng = torch.Generator().manual_seed(7)
     q = torch.randn(len(case.rows), case.heads, case.d_qk, generator=rng)
     k = [torch.randn(n, case.kv_heads, case.d_qk, generator=rng).to(case.dtype) for n in case.lens]
@@ -96,12 +96,13 @@ def tensors(case: Case) -> tuple[Any, Any, Any, Any]:
 
 
 def poison(case: Case, slots: int, width: int) -> Any:
-    """A pool full of NaN."""
+    """Returns a pool full of NaN."""
     return torch.full((slots, case.kv_heads, width), float("nan")).to(case.dtype)
 
 
 def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
-    """Pools with every key in its place, and the table that says where, and who sees them."""
+    """Returns pools with every key in its place, and the table that says where keys are and which
+    rows see them."""
     page, rng = case.page_size, np.random.default_rng(3)
     seen_from = [
         min((lo for r, lo, hi in case.rows if r == q and lo < hi), default=0)
@@ -109,7 +110,7 @@ def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
     ]
     first_pos = np.array(
         [x // page * page for x in seen_from], np.int32
-    )  # pages below a window are given back
+    )  # pages before a window are released
     counts = [-(-(n - f) // page) for n, f in zip(case.lens, first_pos, strict=True)]
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     listed_len = sum(case.rows[t][2] - s for t, s in case.tails.items())
@@ -157,7 +158,7 @@ def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
 
 
 def blocks_of(case: Case) -> Any:
-    """Blocks of `case.block` rows, none across requests."""
+    """Returns blocks of at most `case.block` rows, each within one request."""
     blocks, begin = [], 0
     while begin < len(case.rows):
         r, end = case.rows[begin][0], begin
@@ -169,7 +170,7 @@ def blocks_of(case: Case) -> Any:
 
 
 def scale_of(case: Case) -> tuple[float, float]:
-    """(pre, c) of the case: scale and log2 e, around the soft cap."""
+    """Returns (pre, c) of the case: scale and log2 e, around the soft cap."""
     scale = case.d_qk**-0.5
     if case.cap:
         return float(np.float32(scale / case.cap)), float(np.float32(case.cap * order.LOG2E))
@@ -179,7 +180,7 @@ def scale_of(case: Case) -> tuple[float, float]:
 def compute(
     case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = None
 ) -> tuple[Any, Any]:
-    """(out, lse) of the case's rows over these pools."""
+    """Returns (out, lse) of the case's rows over these pools."""
     pool_k, pool_v, table = pools
     out = torch.full((len(case.rows), case.heads, case.d_v), 7.0)
     lse = torch.full((len(case.rows), case.heads), 7.0)
@@ -192,7 +193,7 @@ def compute(
 
 
 def run(case: Case, kernel: Any = None, spoil: Any = None) -> tuple[Any, Any]:
-    """(out, lse) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
+    """Returns (out, lse) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
     q, k, v, sinks = tensors(case)
     pools = layout(case, k, v)
     if spoil:
@@ -201,7 +202,7 @@ def run(case: Case, kernel: Any = None, spoil: Any = None) -> tuple[Any, Any]:
 
 
 def expected(case: Case) -> tuple[Any, Any]:
-    """(out, lse) in float64."""
+    """Returns (out, lse), computed in float64."""
     q, k, v, sinks = tensors(case)
     q64, k64, v64 = (
         q.double().numpy(),
@@ -332,8 +333,8 @@ def test_rows_with_and_without_a_tail_share_a_block() -> None:
 
 
 def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
-    """In a key it reaches every column, in a value its own; 0 * NaN must not carry it to a row that
-    does not see it."""
+    """In a key it reaches every column, in a value its own column; 0 * NaN must not carry it to a
+    row that does not see it."""
     case = Case((200,), causal([200], [40]), 4, 2)
     clean = run(case)
     for which in (0, 1):
@@ -373,7 +374,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
 
 
 def scalar(name: str) -> Any:
-    """An elementary function of the kernel, applied to every element of a float32 array."""
+    """Returns an elementary function of the kernel that takes a float32 array."""
     f = njit(linked({**vars(attend.elementary), **vars(attend)}, {})[name].py_func)
 
     def each(x: Any) -> Any:
@@ -409,7 +410,7 @@ def test_erf_is_accurate_and_exact_where_it_is_1() -> None:
 
 
 def exact_cos_sin(x: float) -> tuple[Decimal, Decimal]:
-    """With 60 digits: x less the nearest multiple of pi/2, and the series."""
+    """Returns cos and sin with 60 digits: x less the nearest multiple of pi/2, then the series."""
     with localcontext(prec=60):
         quarter = Decimal(
             "1.57079632679489661923132169163975144209858469968755291048747229615390820314310449931"
@@ -429,7 +430,7 @@ def exact_cos_sin(x: float) -> tuple[Decimal, Decimal]:
 
 
 def test_cos_and_sin_of_float32_numbers_are_accurate_up_to_the_largest_angle() -> None:
-    """Near multiples of pi/2 too, where all leading digits cancel."""
+    """Also near multiples of pi/2, where all leading digits cancel."""
     pair = njit(elementary.cos_sin)
     rng = np.random.default_rng(0)
     multiples = np.arange(1, 300000) * (np.pi / 2)

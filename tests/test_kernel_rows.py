@@ -1,5 +1,5 @@
-"""Norms, rotations and gates of the CPU, and the threads that help: right, and the same bits in any
-company."""
+"""Norms, rotations and gates of the CPU, and the helper threads: right, and the same bits in every
+batch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def invariant(f, *per_row: torch.Tensor) -> torch.Tensor:
-    """f of all rows, having seen that every row is the same alone, at the end of a few, and with
-    one thread."""
+    """Returns f of all rows, after checking that rows have the same bits alone, at the end of a few
+    rows, and with one thread."""
     with threads.limited(2):
         want = f(*per_row)
     with threads.limited(1):
@@ -187,8 +187,8 @@ def test_softmax_of_what_is_no_number():
 
 
 def test_pooling_is_rounded_once():
-    """A mean of rows divided by its length: what rational numbers of 60 digits would give, but for
-    one place in 2^29."""
+    """The mean of rows, divided by its length: what 60-digit arithmetic would give, but for one
+    number in 2^29."""
     x = noise(90, 72)
     have = rows.pool(x, [(0, 3), (3, 77), (89, 90), (0, 90)])
     for row, (a, b) in zip(have, [(0, 3), (3, 77), (89, 90), (0, 90)], strict=True):
@@ -254,12 +254,12 @@ def test_rows_of_the_cache_may_have_strides_and_slots_any_integers(x, dtype):
 
 @pytest.fixture(autouse=True)
 def every_call_is_worth_all_threads(monkeypatch):
-    """Small calls would do without helpers."""
+    """Otherwise small calls would run without helpers."""
     monkeypatch.setattr(threads, "THREAD_NS", 1)
 
 
 def product(most: int = 4) -> bool:
-    """Whether a GEMM with several threads is what it is with one."""
+    """Returns whether a GEMM with several threads has the bits that it has with one."""
     weight, x = gemm.pack(noise(500, 70), None), noise(64, 70, seed=1)
     with threads.limited(1):
         want = gemm.linear(x, weight)
@@ -283,7 +283,7 @@ def test_helpers_come_back_after_they_were_sent_home():
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_helpers_of_its_own_and_torch_one_thread():
     """OpenMP, which torch uses for large tensors, does not survive a fork: a child that sampled
-    with penalties used to wait for its threads for ever."""
+    with penalties used to wait for its threads forever."""
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     logits, params = noise(64, 4096), SamplingParams(temperature=0, frequency_penalty=1.0)
     rows_of = RowBatch.of([Row(params, 1, 0, np.zeros(1, np.int32))] * 64)
@@ -304,7 +304,7 @@ def test_a_forked_process_has_helpers_of_its_own_and_torch_one_thread():
 
 @pytest.mark.parametrize("shares", [1, 4])
 def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
-    """Nothing is served by helpers that were told to leave: the caller does it all."""
+    """The helpers were told to leave and serve nothing: the caller does all the work."""
     threads.HELP.leave()
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(1):
@@ -312,7 +312,7 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
     y = torch.empty(9, 500)
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
-    board = threads.HELP.address  # nobody looks at it
+    board = threads.HELP.address  # no helper inspects it
     entries = (*where, 9, 70, 500, panels, 1, 4, 0, 0, 0, 12)
     head = (gemm.work().address, panels, 4, 0, 0, 0, shares, threads.HEAD + len(entries), 0)
     for call in (threads.compiled().call, threads.compiled().released):
@@ -323,7 +323,7 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
 
 
 def test_threads_that_call_at_once_share_the_helpers_and_keep_their_bits():
-    """More callers than desks: who finds none works alone."""
+    """There are more callers than desks; a caller that finds none free works alone."""
     begin = threading.Barrier(12)
 
     def together(_: int) -> bool:
@@ -361,7 +361,7 @@ def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_
 
 @pytest.mark.parametrize("units", [0, 1, 3, 4, 29])
 def test_every_unit_is_claimed_once_and_a_share_that_nobody_came_for_by_the_others(units):
-    """Worker 2 of four never comes."""
+    """Worker 2 of four never arrives."""
     counters = np.zeros(4 * threads.LINE, np.int64)
     record = np.array((0, units, 4, 0, 0, counters.ctypes.data, 4, 0), np.int64)
     found, left = [], [0, 1, 3]
@@ -373,7 +373,7 @@ def test_every_unit_is_claimed_once_and_a_share_that_nobody_came_for_by_the_othe
             else:
                 found.append(unit)
     assert sorted(found) == list(range(units))
-    assert units < 4 or found[:3] == [0, 1, 3]  # of its own share first
+    assert units < 4 or found[:3] == [0, 1, 3]  # each takes its own share first
 
 
 @pytest.mark.parametrize("panels", [1, 4, 64])
@@ -387,14 +387,15 @@ def test_units_of_a_gemm_are_whole_micro_kernels_and_enough_for_all_threads(pane
 
 
 def test_every_text_of_a_kernel_is_among_the_sources_that_name_its_folder():
-    """Those of the sampler's formulas were not: another formula left the old kernel in use."""
+    """The files of the sampler's formulas used to be left out: after a change of a formula the old
+    kernel stayed in use."""
     names = {**vars(attend.elementary), **vars(attend), **vars(sampling)}.values()
     texts = [text for text in names if inspect.isfunction(text) and "lockstep" in text.__module__]
     assert {Path(text.__code__.co_filename) for text in texts} <= set(cache.sources())
 
 
 def test_a_long_call_releases_the_interpreters_lock():
-    """Beside it another thread goes on: its longest pause is a part of the call."""
+    """Meanwhile another thread continues: its longest pause is only a part of the call."""
     weight, x = gemm.pack(noise(2048, 1024), None), noise(4096, 1024, seed=1)
     gaps, done = [0.0], threading.Event()
 
@@ -406,7 +407,7 @@ def test_a_long_call_releases_the_interpreters_lock():
 
     thread = threading.Thread(target=count)
     with threads.limited(1):
-        gemm.linear(x[:6], weight)  # compiled
+        gemm.linear(x[:6], weight)  # compiles it
         thread.start()
         begin = time.perf_counter()
         gemm.linear(x, weight)

@@ -1,4 +1,5 @@
-"""Kinds of step: groups by number, hidden states beside the logits, kinds of two models at once."""
+"""Kinds of step: groups by number, hidden states beside the logits, kinds of two models
+together."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ IDS = torch.arange(3, 14)
 
 
 def run(kinds: list[StepKind]) -> list[StepOutput]:
-    """The same tokens by every kind, on one table of one runner."""
+    """Runs the same tokens through every kind, on one page table of one runner. Returns the
+    outputs."""
     specs = group_specs(kinds)
     pages = [0 if spec.layout is Layout.FRESH else 4 for spec in specs]
     runner = Runner(specs, pages, Backend(), Ops())
@@ -48,7 +50,8 @@ def test_a_model_has_the_kinds_that_it_has_layers_for():
 
 
 def test_hidden_states_of_layers_come_back_beside_the_logits():
-    """The stream behind a layer is what a model that ends there has, before its norm."""
+    """The residual stream after a layer is what a model that ends with that layer has before its
+    norm."""
     model = loaded(QWEN3).model
     layers = (0, 1)
     (plain,) = run([kinds_of(model)[GENERATE]])
@@ -68,7 +71,8 @@ def test_hidden_states_of_layers_come_back_beside_the_logits():
 
 
 def test_an_engine_may_hold_kinds_of_two_models():
-    """A draft model's groups are further columns of the same tables; neither touches the other."""
+    """A draft model's groups are further columns of the same tables; neither model changes the
+    other."""
     main = kinds_of(loaded(QWEN3).model)[GENERATE]
     draft = kinds_of(loaded(LLAMA).model, first_group=len(main.groups))[GENERATE]
     assert not set(main.groups) & set(draft.groups)

@@ -1,9 +1,9 @@
 """Every model against transformers' own class, with random weights that make attention, windows,
 sinks and routing matter.
 
-Values: logits within 1e-4 of the reference (eager attention, float32), whole, in chunks, behind a
+Values: logits within 1e-4 of the reference (eager attention, float32), whole, in chunks, after a
 cached prefix, with pages of 1 and 16 tokens; 64 greedy tokens; embeddings. Bits: a request alone
-and in a batch, whole and in chunks, page sizes.
+and in a batch, whole and in chunks, with different page sizes.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ DECODERS = [name for name in CASES if name not in ("bart", "bert")]
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model, twice: transformers' and ours."""
+    """A tiny model twice: transformers' and Lockstep's."""
 
     reference: Any
     model: Any
@@ -211,8 +211,8 @@ def make(
     context: int | None = None,
     **saving: Any,
 ) -> Case:
-    """transformers' model with random weights, saved by transformers and loaded by us, for a
-    context of this length."""
+    """Returns transformers' model with random weights, saved by transformers and loaded by Lockstep
+    for a context of this length."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -242,7 +242,7 @@ def agree(ours: Tensor, theirs: Tensor) -> None:
 def greedy(
     case: Case, engine: Engine, request: Request, hidden: Tensor, count: int = 64
 ) -> list[int]:
-    """Greedy tokens, one step each, from the last row of a prompt."""
+    """Returns `count` greedy tokens, one step each, starting at the last row of a prompt."""
     out: list[int] = []
     for _ in range(count):
         out.append(int(case.model.logits(hidden[-1:]).argmax()))
@@ -251,8 +251,8 @@ def greedy(
 
 
 def check_greedy(chosen: list[int], logits: Tensor) -> int:
-    """Every token is the reference's own choice at its place; returns how many places were too
-    close to call."""
+    """Checks that every token is the reference's own choice at its place. Returns how many places
+    were too close to call."""
     best = logits.topk(2, -1)
     exempt = 0
     for token, (first, second), (choice, _) in zip(
@@ -291,7 +291,7 @@ def test_a_cached_prefix_changes_neither_values_nor_bits(case):
     parent = engine.request()
     engine.whole(shared[:37], None, parent)
     child = engine.fork(parent, 37)
-    engine.whole(tokens(9, seed=2), 3, parent)  # the parent goes its own way
+    engine.whole(tokens(9, seed=2), 3, parent)  # the parent continues differently
     rest = shared[37:] + other
     warm = engine.whole(rest, None, child)
     cold = Engine(case.model).whole(shared + other)[37:]
@@ -467,7 +467,7 @@ def test_variants_of_a_config(name, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or "max_shard_size" not in saving
     prompt = tokens(
         52
-    )  # a stretched rope is transformers' own where it runs exactly the context at once
+    )  # transformers stretches a rope like this only if it runs the whole context in one step
     agree(variant.model.logits(Engine(variant.model).whole(prompt)), variant.logits(prompt))
     assert variant.model.max_position == saving.get("context", 512)
 
@@ -477,7 +477,7 @@ FAR = 131_071
 
 @dataclass(frozen=True)
 class Placed:
-    """A model whose row p stands at positions[p]."""
+    """A model whose row p is computed at positions[p]."""
 
     model: Any
     positions: Tensor
@@ -491,7 +491,8 @@ class Placed:
 
 @contextmanager
 def our_frequencies(case: Case) -> Iterator[None]:
-    """transformers with our frequencies, which differ from its own by a place or two of float32."""
+    """Gives transformers our frequencies, which differ from its own by one or two units in the last
+    place of float32."""
     buffers = [
         (module, name, value)
         for module in case.reference.modules()
@@ -512,9 +513,9 @@ def our_frequencies(case: Case) -> Iterator[None]:
 
 @pytest.mark.parametrize("case", DECODERS, indirect=True)
 def test_logits_are_those_of_transformers_up_to_position_131071(case):
-    """The last 61 positions of a long context; and half of the rows there, half at its beginning,
-    where 131,071 times a place of a frequency is an angle of up to 0.008, so that transformers is
-    given ours."""
+    """The last 61 positions of a long context; then half of the rows there and half at its
+    beginning. At 131,071 a unit in the last place of a frequency is an angle of up to 0.008, so
+    transformers is given our frequencies."""
     prompt = tokens(61)
     near, far = torch.arange(61), torch.arange(FAR - 60, FAR + 1)
     apart = torch.cat((near[:30], far[30:]))
@@ -523,7 +524,7 @@ def test_logits_are_those_of_transformers_up_to_position_131071(case):
         with torch.no_grad():
             mask = torch.ones(
                 1, 61, dtype=torch.long
-            )  # without one, positions that jump are read as several prompts
+            )  # without a mask, positions that jump are read as several prompts
             return case.reference(
                 torch.tensor([prompt]), position_ids=positions[None], attention_mask=mask
             ).logits[0]
@@ -545,8 +546,8 @@ def test_logits_are_those_of_transformers_up_to_position_131071(case):
 def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_fingerprint(
     tmp_path,
 ):
-    """A rope of max_position 26: 52 tokens are those of transformers, run whole; without the
-    context 27 are too many."""
+    """max_position is 26: 52 tokens are those of transformers, run whole; without a context length
+    27 are too many."""
     from lockstep import LLM
 
     changes = {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}
@@ -567,7 +568,7 @@ def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_f
 
 
 def test_a_bart_whose_config_denies_its_encoder_begins_with_it_all_the_same(tmp_path):
-    """It was taken for a decoder, and failed in its first step."""
+    """It used to be taken for a decoder, and failed in its first step."""
     make(*CASES["bart"], tmp_path)
     answers, config = [], json.loads((tmp_path / "config.json").read_text())
     for said in (True, False):
@@ -579,7 +580,7 @@ def test_a_bart_whose_config_denies_its_encoder_begins_with_it_all_the_same(tmp_
 
 
 def test_a_masked_language_model_gives_its_encoder(tmp_path):
-    """Names begin with "bert.", and a head that embeddings do not need is left alone."""
+    """Names begin with "bert.", and a head that embeddings do not need is ignored."""
     variant = make("BertConfig", "BertForMaskedLM", {}, tmp_path)
     with torch.no_grad():
         rows = variant.reference.bert(torch.tensor([tokens(9)])).last_hidden_state[0]
@@ -590,7 +591,7 @@ def test_a_masked_language_model_gives_its_encoder(tmp_path):
 
 
 def test_a_trunk_without_a_head_embeds_and_does_not_generate(tmp_path):
-    """Embedding checkpoints are saved without "model." before their names and without lm_head."""
+    """Embedding checkpoints are saved without "model." in their names and without lm_head."""
     variant = make("Qwen3Config", "Qwen3Model", {"head_dim": 16}, tmp_path)
     with torch.no_grad():
         row = variant.reference(torch.tensor([tokens(9)])).last_hidden_state[0, -1]
