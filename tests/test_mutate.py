@@ -1,5 +1,5 @@
 """Mutants are drawn by a seed, tried in copies, killed or left alive, and nothing else is
-touched."""
+changed."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crew(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> pool.Crew:
-    """Processes over the toy."""
+    """Worker processes over the toy repository."""
     return pool.Crew(toy, tmp_path_factory.mktemp("work"), 2, warm=())
 
 
 @pytest.fixture(scope="module")
 def reached(crew: pool.Crew) -> campaign.Reach:
-    """Who reaches what in the toy."""
+    """Which unit of the toy reaches which lines."""
     units, files = campaign.measure(crew, ["tests/test_toy.py"])
     assert files == {"tests/test_toy.py", "lockstep/__init__.py", "lockstep/toy.py"}
     return campaign.Reach({u.name.rpartition("::")[2]: u for u in units})
@@ -114,7 +114,7 @@ def reached(crew: pool.Crew) -> campaign.Reach:
 def mutant(
     root: Path, operator: str, line: int, file: str = "lockstep/toy.py", nth: int = 0
 ) -> Mutant:
-    """The mutant of an operator on a line."""
+    """Returns the nth mutant of an operator on a line."""
     text = (root / file).read_text()
     found = [p for p in draw.places(file, text) if (p.operator, p.line) == (operator, line)]
     made = draw.make("toy", found[nth], text)
@@ -123,7 +123,7 @@ def mutant(
 
 
 def line_of(text: str, source: str = TOY) -> int:
-    """1 for the first."""
+    """Returns the line number at which a text first occurs; 1 is the first line."""
     return source[: source.index(text)].count("\n") + 1
 
 
@@ -171,7 +171,8 @@ def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
 
 
 def test_no_two_mutants_change_the_same_line_and_all_can_share_a_tree(tmp_path: Path):
-    """A loop over several lines becomes one over nothing: what is inside of them is gone."""
+    """A loop over several lines becomes a loop over nothing, and what was on those lines is
+    gone."""
     (tmp_path / "lockstep").mkdir()
     loop = "def total():\n    for x in (\n        1,\n        2,\n    ):\n        print(x + 3)\n"
     (tmp_path / "lockstep/loop.py").write_text(loop)
@@ -273,7 +274,7 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
 
 
 def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path, tmp_path: Path):
-    """What a job had said when the user ended the run was taken for all that it says."""
+    """What a job had reported when the user ended the run used to be taken for its whole report."""
     crew, begun = pool.Crew(toy, tmp_path, 2, warm=()), threading.Event()
     ended = list[str]()
     changes = draw.combined([mutant(toy, "NumberReplacer", line_of("n -= 1"), nth=1)], toy)

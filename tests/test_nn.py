@@ -1,5 +1,5 @@
-"""Layers: a row's bits do not depend on its company. And model folders that lie, which must be
-refused with the reason."""
+"""Layers: a row's bits do not depend on the rows beside it. And model folders with wrong contents,
+which must be refused with the reason."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def invariant(run, x: Tensor, threads: tuple[int, ...] = (1, 2)) -> bool:
-    """Whether rows of run(x) have the same bits from the front, from the back, at every thread
-    count."""
+    """Returns whether the first m and the last m rows of x have the same bits as in run(x), for
+    every m and every thread count."""
     want = run(x)
     for count in threads:
         torch.set_num_threads(count)
@@ -97,8 +97,8 @@ def test_rows_do_not_depend_on_their_company(shape, bias):
 
 @pytest.mark.parametrize("shape", [(200, 64), (7, 64), (33, 17), (96, 130)])
 def test_the_own_gemm_is_one_fma_chain_over_k(shape):
-    """A product of two float32 is exact in float64, so adding and rounding there is an fma up to a
-    tie in 2^29."""
+    """A product of two float32 numbers is exact in float64, so adding and rounding there is an fma,
+    except for a tie in 2^29."""
     weight, bias = noise(*shape), noise(shape[0], seed=1)
     x = noise(3, shape[1], seed=2)
     acc = torch.zeros(3, shape[0])
@@ -126,7 +126,7 @@ def test_rows_with_strides_are_multiplied_where_they_lie():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_batched_and_grouped_gemms_have_the_bits_of_a_gemm_each(bias):
-    """Heads of MLA, and experts: some with many rows, one with none."""
+    """The heads of MLA, and experts: some with many rows, one with none."""
     weight, b = noise(5, 70, 24), noise(5, 70, seed=1) if bias else None
     packed = OPS.pack(weight, b)
     single = [OPS.pack(weight[g], None if b is None else b[g]) for g in range(5)]
@@ -248,8 +248,8 @@ def test_frequencies_are_those_of_transformers(kind):
 
 @pytest.mark.parametrize("length", [512, 513, 1536, 4000])
 def test_a_dynamic_rope_is_stretched_for_the_context_and_by_no_sequence(length):
-    """Up to max_position it is the plain rope; beyond, transformers' base at exactly the length
-    that was asked for."""
+    """Up to max_position it is the plain rope; beyond, it has transformers' base for exactly the
+    context length that was asked for."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -280,8 +280,8 @@ def test_a_dynamic_rope_is_stretched_for_the_context_and_by_no_sequence(length):
 @pytest.mark.parametrize("kind", ["default", *SCALINGS])
 @pytest.mark.parametrize(("dim", "theta"), [(56, 1e6), (128, 1e6), (112, 5e5), (20, 1e4)])
 def test_frequencies_are_rounded_once(kind, dim, theta):
-    """Exact ones, by rational numbers and 60 digits, are half a float32 away at most; float32
-    arithmetic is two or three."""
+    """They are at most half a unit of float32 away from exact ones (60 digits); float32 arithmetic
+    is two or three units away."""
     params = {"rope_type": kind, "rope_theta": theta, **SCALINGS.get(kind, {})}
     got = torch.tensor(rope.make(params, dim, 512).inv_freq)
     with localcontext(prec=60):
@@ -293,7 +293,7 @@ def test_frequencies_are_rounded_once(kind, dim, theta):
 
 
 def scaled_exactly(kind: str, plain: list[Decimal], theta: float, dim: int) -> list[Decimal]:
-    """The scalings once more, with Decimal numbers only."""
+    """Returns the scaled frequencies, computed again with Decimal numbers only."""
     s = {k: Decimal(v) for k, v in SCALINGS.get(kind, {}).items()}
     two_pi = 2 * Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
     if kind == "linear":
@@ -328,8 +328,8 @@ def scaled_exactly(kind: str, plain: list[Decimal], theta: float, dim: int) -> l
 
 @pytest.mark.parametrize(("dim", "theta"), [(56, 1e6), (128, 1e6), (112, 5e5), (20, 1e4)])
 def test_angles_up_to_131071_are_those_of_transformers(dim, theta):
-    """With our frequencies transformers' cos and sin are ours to the last place; with its own as
-    far as its frequencies are off."""
+    """With our frequencies transformers' cos and sin are ours up to the last place; with its own
+    they differ by as much as its frequencies do."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -355,7 +355,7 @@ def test_angles_up_to_131071_are_those_of_transformers(dim, theta):
         want = [t[0, :, : dim // 2] for t in theirs(torch.zeros(1), positions[None])]
         bound = 2**-23 + (
             off + angle.abs() * 2**-23 if their_freqs else 0
-        )  # of two roundings of the angle, half a place each
+        )  # two roundings of the angle, half a place each
         assert all(((a - b).abs() <= bound).all() for a, b in zip((cos, sin), want, strict=True))
 
 
@@ -470,12 +470,12 @@ def test_pooling_does_not_depend_on_the_batch():
     assert layers.pool(OPS, hidden, [0], "mean").shape == (0, 72)
 
 
-# ---- model folders that lie
+# ---- model folders with wrong contents
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    """A llama of two layers."""
+    """The folder of a llama of two layers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -493,7 +493,7 @@ def good(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(good, tmp_path) -> Path:
-    """A copy to spoil."""
+    """A copy of the good folder, to be spoiled."""
     return Path(shutil.copytree(good, tmp_path / "model"))
 
 
@@ -509,7 +509,7 @@ def rewrite(folder: Path, change_tensors) -> None:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Splits the weights over two files; returns the index."""
+    """Splits the weights over two files. Returns the index."""
     tensors = sorted(load_file(folder / "model.safetensors").items())
     (folder / "model.safetensors").unlink()
     index = {}
@@ -527,7 +527,7 @@ def write_index(folder: Path, index: dict[str, str]) -> None:
 
 
 def test_files_without_a_tensor_are_not_the_weights_of_a_config_that_states_no_size(folder):
-    """Nothing there to compare with is not the same as weights that are drawn."""
+    """Having no tensor to compare with is not the same as having weights made at random."""
     (folder / "config.json").write_text('{"model_type": "llama"}')
     save_file({}, folder / "model.safetensors")
     with pytest.raises(RuleError, match="the weights are exactly those"):
@@ -709,7 +709,8 @@ def test_a_number_that_describes_no_model_is_named(folder, values, line):
 
 @pytest.mark.parametrize("eos", [50, [2, 50], 10**30, True, "2", [None], 2.0])
 def test_an_end_token_that_the_model_does_not_have_is_refused(folder, eos):
-    """With min_tokens it was an index outside the logits, in the step of everybody."""
+    """With min_tokens it used to be an index outside the logits, which failed the step of every
+    request."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     wrong = eos[-1] if isinstance(eos, list) else eos
     with pytest.raises(RuleError) as error:
@@ -764,7 +765,7 @@ def test_a_link_does_not_lead_out_of_the_folder(folder, name):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
 def test_a_link_to_itself_is_no_file(folder, name):
-    """Python's own error, with a path and no remedy, used to come out."""
+    """Python's own error, with a path and no remedy, used to be raised."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(name)
     with pytest.raises(RuleError):
@@ -815,7 +816,7 @@ def test_a_tensor_in_two_files_is_refused(folder):
 
 
 class Bomb:
-    """Runs when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("exploded",)
@@ -850,7 +851,8 @@ def test_code_in_the_folder_does_not_run(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["mixtral", "lama", "gemma3", "zzz", None])
 def test_an_unknown_model_type_is_refused_with_those_that_there_are(folder, name):
-    """mixtral is no mistral: a checkpoint has the type that it has, so nothing is suggested."""
+    """mixtral is not mistral: a checkpoint's type cannot be changed, so no similar type is
+    suggested."""
     change(folder, model_type=name)
     with pytest.raises(RuleError) as error:
         load(folder)
@@ -910,8 +912,8 @@ def test_a_dtype_that_has_no_proven_gemm_is_refused(good):
 
 
 class Operators(TorchDispatchMode):
-    """Notes what torch is asked to do, but for what `numpy()` and `from_numpy` ask: these keep the
-    interpreter's lock."""
+    """Notes which operators torch is asked for, except those of `numpy()` and `from_numpy`, which
+    keep the interpreter's lock."""
 
     LOCKED = ("aten.lift_fresh.default", "aten.detach.default")
 
@@ -927,8 +929,8 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.QWEN3], ids=lambda model: model.name)
 def test_a_layer_calls_no_operator_of_torch(monkeypatch, model):
-    """Each releases the interpreter's lock, and a thread that runs Python gives it back after 5 ms:
-    two of them in every layer left a prefill 0.16 of its speed."""
+    """Each of them releases the interpreter's lock, and a thread that runs Python gives it back
+    after 5 ms: two operators per layer left a prefill 0.16 of its speed."""
     right, seen = decoder.Block.__call__, list[list[str]]()
 
     def watched(*args):

@@ -1,5 +1,5 @@
-"""Places where `lockstep lab mutate` found a small mutant that nobody noticed: the bound, the
-default or the order of each, at the seam that a caller sees."""
+"""Places where `lockstep lab mutate` found a small mutant that no test noticed: the bound, the
+default or the order of each, tested where a caller sees it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, Refused, Rule
 
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
 POOL = 64
-# values that are filled in while something is read, or measured
+# classes that are filled in while something is read or measured
 GROW = ("Acceptance", "Costs", "DraftState", "Line", "PageTable")
 PROMPT = (5, 9, 2, 11, 4, 7)
 
 
 def plan_of(*lens: tuple[int, int], parents: tuple[int, ...] | None = None) -> StepPlan:
-    """A step of requests with (cached, new) rows each; `parents` makes the first one a tree."""
+    """Returns the plan of a step of requests with (cached, new) rows each; `parents` makes the
+    first a tree."""
     pools = [PagePool(POOL)]
     works = []
     for cached, new in lens:
@@ -140,7 +141,7 @@ def test_a_block_that_the_window_has_just_left_is_not_made_younger():
     tree = Prefix(CacheGroups(specs, pools))
 
     def opened(ids: list[int]) -> int:
-        """Matches, computes the rest and leaves; returns how much was there."""
+        """Matches the ids, computes the rest and closes. Returns how many tokens were cached."""
         table = PageTable(CacheGroups(specs, pools))
         node = tree.match(Root(), ids, table)
         found = node.end
@@ -177,7 +178,7 @@ def test_a_backend_that_cannot_be_loaded_is_passed_over_and_named(monkeypatch):
 
 
 class Half:
-    """Of a device and of a backend: what whoever writes one has after an hour."""
+    """An unfinished device and an unfinished backend, as after an hour of writing one."""
 
     dtypes = ("float32",)
 
@@ -199,8 +200,8 @@ def test_one_that_lacks_something_is_refused_with_its_name(found, monkeypatch):
 
 
 class WrongAmongChunks:
-    """The CPU backend without trees, wrong in the last bits where a chunk stands among at least
-    three single rows: in mixed steps alone."""
+    """The CPU backend without trees, wrong in the last bits where a chunk is in a step with at
+    least three single rows: only in mixed steps."""
 
     def __init__(self) -> None:
         self.sound = select.load("cpu")
@@ -229,7 +230,7 @@ def test_a_backend_without_trees_is_tried_in_every_other_kind_of_step():
 
 
 def wrong_at(rows: int) -> Ops:
-    """Our table, whose GEMM is wrong at this count of rows alone."""
+    """Returns the CPU's table with a GEMM that is wrong at this row count only."""
     right = Ops.linear
 
     class Wrong(Ops):
@@ -291,7 +292,7 @@ def test_one_best_token_is_the_best_whatever_the_noise():
     ids=str,
 )
 def test_a_device_is_told_whether_tokens_are_cut_away(params, cuts):
-    """A kernel that is told of none looks for none."""
+    """A kernel that is passed cuts=False looks for no tokens to cut."""
     told = []
 
     class Told(Ops):
@@ -309,7 +310,7 @@ def test_a_device_is_told_whether_tokens_are_cut_away(params, cuts):
 
 
 class Impatient(Request):
-    """Answers so many questions and no more."""
+    """Fails after 50 calls of `emits`, so that an endless loop ends."""
 
     asked = 0
 
@@ -339,7 +340,8 @@ def test_a_fresh_request_has_no_keys():
 
 
 def steps_of(engine: Engine) -> list[tuple[str, list[int]]]:
-    """Runs an engine to its end; of every step its kind and the rows of its requests."""
+    """Runs an engine until it is idle. Returns the kind of every step and the row counts of its
+    requests."""
     seen: list[tuple[str, list[int]]] = []
     run = engine.runner.run
 
@@ -362,7 +364,7 @@ def run_alone(engine: Engine, params: SamplingParams, **more: Any) -> Output:
 
 
 def test_more_decoding_requests_than_rows_take_turns():
-    """While the first waits for its penalties, a third one joins: then there are three for two
+    """While the first waits for its penalties a third one joins: then there are three for two
     rows."""
     config = EngineConfig(chunked_prefill_size=2, max_total_tokens=400, context_length=64)
     engine = Engine(config, tiny_engine.parts(), overlap=True)

@@ -1,9 +1,9 @@
-"""The canonical order, said a second time in slow plain Python, against the compiled kernel: every
-bit of every row.
+"""The canonical order, stated a second time in slow plain Python, against the compiled kernel:
+every bit of every row.
 
-Each operation below is one IEEE float32 operation; fma is the C library's. If somebody reorders an
-addition in the kernel, on purpose or by a compiler flag, this fails even where all invariances
-still hold.
+Each operation below is one IEEE float32 operation; fma is the C library's. If an addition in the
+kernel is reordered, on purpose or by a compiler flag, this test fails even where all invariances
+are kept.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def fold(M, L, A, m, total, acc):
 
 
 def row(q, k, v, lo, hi, scales, sink2, tile, split):
-    """One row and head: q [D], k [n, D], v [n, Dv]; sees [lo, hi)."""
+    """Returns out and log2-sum-exp of one row and head: q [D], k [n, D], v [n, Dv]; it sees [lo,
+    hi)."""
     (c, v_scale), d_v = scales, v.shape[1]
     M, L, A = -INF, F(0), [F(0)] * d_v
     for s in range(0, hi, split):
@@ -125,5 +126,5 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     for h in range(heads):
         want, want_lse2 = row(q[0, h], k[:, 0], v[:, 0], lo, n, scales, sink, tile, split)
         assert out[0, h].tobytes() == want.tobytes(), (out[0, h], want)
-        # log2 of the C library, rounded once
+        # the C library's log2, rounded once
         assert lse[0, h] == pytest.approx(F(want_lse2) * F(order.LN2), rel=2e-7)

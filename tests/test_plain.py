@@ -1,7 +1,7 @@
 """The lab's plain float64 models against transformers: every model type, every option of a config.
 
-Twice each. With transformers in float64, its own casts to float32 lifted: what is left are the
-roundings of float64, so that a formula that differs shows. And as it is shipped, in float32.
+Each is compared twice. Once with transformers in float64, its own casts to float32 lifted: only
+float64 roundings remain, so a formula that differs shows. And once as it is shipped, in float32.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lockstep.lab import plain
 from lockstep.models.loader import model_types
 
 FOLDER = Path(plain.__file__).parent
-LENGTH = 61  # beyond every window
+LENGTH = 61  # longer than every window
 DOUBLES = 1e-9
 SHIPPED = 1e-5
 
 
 class Lifted(TorchFunctionMode):
-    """Wherever float32 is asked for, float64 is given."""
+    """Gives float64 wherever float32 is asked for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -46,7 +46,7 @@ class Lifted(TorchFunctionMode):
 
 @contextmanager
 def doubles() -> Iterator[None]:
-    """Torch with float64 as its only floating point."""
+    """Makes float64 torch's only floating-point dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         with Lifted(), torch.no_grad():
@@ -61,7 +61,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 
 def variant(model_type: str, **changes: Any) -> tuple[str, str, dict[str, Any]]:
-    """A case of test_models with other options."""
+    """Returns a case of test_models with other options."""
     config_class, model_class, common = CASES[model_type]
     return config_class, model_class, {**common, **changes}
 
@@ -152,7 +152,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Twin:
-    """transformers' model with random weights, and its checkpoint for the plain one."""
+    """transformers' model with random weights, and its checkpoint for the plain model."""
 
     name: str
     make: Callable[[], Any]
@@ -160,7 +160,7 @@ class Twin:
     checkpoint: plain.Checkpoint
 
     def compare(self, model: Any) -> float:
-        """The largest difference of logits, or of rows where there is no head."""
+        """Returns the largest difference of logits, or of rows where there is no head."""
         ids, source = tokens(LENGTH), tokens(23, seed=3)
         if self.checkpoint.config["model_type"] == "bart":
             want = model(torch.tensor([source]), decoder_input_ids=torch.tensor([ids])).logits
@@ -198,13 +198,13 @@ def twin(name: str, folder: Path) -> Twin:
 
 
 def sizes(config_class: str) -> dict[str, Any]:
-    """SMALL, of which bart has other names for all but two."""
+    """Returns SMALL, of which bart names all but two otherwise."""
     common = ("vocab_size", "max_position_embeddings")
     return {k: v for k, v in SMALL.items() if k in common or config_class != "BartConfig"}
 
 
 def gentle(model: Any) -> Any:
-    """Scores of width 1: float32 itself is then no further than SHIPPED from the truth."""
+    """Narrows the scores to width 1: float32 itself is then within SHIPPED of the truth."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -213,7 +213,7 @@ def gentle(model: Any) -> Any:
 
 
 def stated(config: Any) -> Mapping[str, Any]:
-    """Every field of a config, and the context length that a dynamic rope is made for."""
+    """Returns every field of a config, and the context length for which a dynamic rope is made."""
     return {**config.to_dict(), "model_type": config.model_type, "context_length": LENGTH}
 
 
@@ -253,7 +253,7 @@ FORBIDDEN = (
 
 
 def imported(source: str) -> Iterator[str]:
-    """Modules that a source text imports, at any depth."""
+    """Yields the modules that a source text imports, at any depth."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

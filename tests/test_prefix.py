@@ -1,9 +1,9 @@
-"""The prefix cache against a plain model: whatever it hands out really holds those tokens' keys, in
-every group.
+"""The prefix cache against a plain model: whatever it returns really contains those tokens' keys,
+in every group.
 
-The store plays the memory: slot -> the path of tokens whose key lies there. Free pages are wiped,
-so reading one is an error. Each directed test keeps out a bug that another engine's radix tree,
-window eviction or page allocator has had.
+The store stands for the memory: slot -> the path of tokens whose key is there. Free pages are
+wiped, so reading one is an error. Each directed test keeps out a bug that another engine's radix
+tree, window eviction or page allocator has had.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Live:
 
 
 class World:
-    """Pools, the tree, and what lies in every slot."""
+    """Pools, the tree, and the key in every slot."""
 
     def __init__(self, specs: tuple[GroupSpec, ...], pages: tuple[int, ...]) -> None:
         self.specs, self.pools = specs, tuple(PagePool(n) for n in pages)
@@ -62,7 +62,7 @@ class World:
         return self.live[-1]
 
     def write(self, r: Live, count: int) -> None:
-        """The next `count` keys, written and not committed."""
+        """Writes the next `count` keys without committing them."""
         end = r.cached + count
         self.tree.make_room(r.table.needs(end))
         r.table.reserve(end)
@@ -78,7 +78,7 @@ class World:
         r.written = end
 
     def key(self, r: Live, p: int) -> object:
-        """What the key at position p depends on."""
+        """Returns what the key at position p depends on."""
         return r.root, tuple(r.ids[: p + 1 + r.root.ahead])
 
     def commit(self, r: Live) -> None:
@@ -88,8 +88,8 @@ class World:
         self.wipe()
 
     def run(self, ids, root: Root = Root(), chunk: int = 10**6) -> Live:  # noqa: B008
-        """A whole request: matched, then computed in chunks, all but the tokens that a draft would
-        still need."""
+        """Runs a whole request: matches it, then computes it in chunks, except for the tokens after
+        the last draft key (`root.ahead`)."""
         r = self.open(ids, root)
         while (left := len(r.ids) - root.ahead - r.cached) > 0:
             self.write(r, min(chunk, left))
@@ -119,8 +119,8 @@ class World:
                 del store[slot]
 
     def verify(self) -> None:
-        """Every visible slot of every request, and every page of the tree, holds the right keys;
-        every hold has a holder."""
+        """Checks that every visible slot of every request and every page of the tree has the right
+        key, and that every hold has a holder."""
         for r in self.live:
             for g, spec in enumerate(self.specs):
                 pending = {b: a for a, b in r.table.pages(g).moves.tolist()}
@@ -142,7 +142,7 @@ class World:
         self.tree.check(r.table for r in self.live)
 
     def nodes(self) -> list[tuple[Node, Root, tuple[int, ...]]]:
-        """All nodes with the tokens of their paths."""
+        """Returns all nodes with their roots and the tokens of their paths."""
         found = [(top, root, ()) for root, top in self.tree._top.children.items()]
         for node, root, ids in found:
             found += [
@@ -155,7 +155,7 @@ class World:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests come, compute in two phases, fork, leave; pages are evicted at any moment."""
+    """Requests arrive, compute in two phases, fork and leave; pages are evicted at any moment."""
 
     specs: tuple[GroupSpec, ...] = (FULL,)
     pages: tuple[int, ...] = (24,)
@@ -356,7 +356,7 @@ def test_nothing_that_a_running_step_reads_is_evicted():
     r = w.open(ids(30))
     w.write(r, 9)
     w.commit(r)
-    w.write(r, 9)  # rows 9..17 run now; the first of them sees back to position 4
+    w.write(r, 9)  # rows 9..17 are running; the first of them sees back to position 4
     for g in range(2):
         w.tree.evict(g, 100)
     w.wipe()
@@ -412,7 +412,7 @@ def test_no_leaf_is_left_that_cannot_be_matched():
     w.write(r, 4)
     w.commit(r)
     w.write(r, 3)
-    w.commit(r)  # the window left [0, 4): the leaf's last pages are the tree's alone
+    w.commit(r)  # the window is past [0, 4): only the tree still has the leaf's last pages
     w.tree.evict(1, 100)
     assert w.node(*ids(4)).pages[1] == []
     w.close(r)

@@ -1,5 +1,5 @@
-"""What is written about a run: the page holds every cell and every case, the matrix reads back as
-it was written."""
+"""Reports about a run: the page contains every cell and every case, the matrix reads back as it was
+written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "br", "wbr", "input"}
 
 
 class Tags(HTMLParser):
-    """Ids, links and text of a page; counts what is not closed."""
+    """Collects ids, links and text of a page, and the tags that are not closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small run and one revert, as documents."""
+    """Runs a few cells and one revert. Returns both documents."""
     folder = tmp_path_factory.mktemp("lab")
     run, kills = folder / "run.json", folder / "kills.json"
     some = ["--recipe", "empty,fork,seeds", "--feature", "dense,head-20,llama"]
@@ -123,7 +123,7 @@ def test_points_code_and_links_in_a_story():
 
 
 def read(text: str) -> dict[str, str]:
-    """cell -> verdict, from a page: what somebody can rely on who reads it."""
+    """Returns cell -> verdict, as a reader of the page would understand it."""
     meaning, columns = (
         {symbol: verdict for verdict, symbol in pages.SYMBOLS.items()},
         {table.column for table in TABLES},
@@ -165,7 +165,7 @@ def test_known_failures_have_a_page():
 
 
 def full_document(folder: Path) -> Path:
-    """A document in which every cell has its promised verdict."""
+    """Writes a document in which every cell has its promised verdict."""
     kept = [
         {"cell": str(c), "verdict": v, "reason": r}
         for c, (v, r) in pages.promised(["cpu", "reference"]).items()

@@ -1,8 +1,8 @@
-"""Every historical bug is ready to be put back: its case file is whole, its target is there, and it
-always leaves again.
+"""Every historical bug can be put back: its case file is complete, its target exists, and it is
+always removed again.
 
-That the lab kills each of them is measured by `lockstep lab reverts`; here one cheap one stands for
-the rest.
+`lockstep lab reverts` measures that the lab kills each of them; here one cheap revert represents
+them all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUICK = RunOptions(quick=True)
 
 
 def made() -> reverts.Revert:
-    """A revert of this test's own: it changes nothing."""
+    """Returns a revert of this test's own, which changes nothing."""
     blank = reverts.load("sglang-7239")
     return replace(
         blank, name="a-test", make=lambda old: lambda parents, new_len: old(parents, new_len)

@@ -1,5 +1,5 @@
-"""A device of another package (tests/second_device), brought in through the entry points: engines
-run on it with nothing of Lockstep edited or replaced."""
+"""A device of another package (tests/second_device), found through the entry points: engines run on
+it with nothing of Lockstep edited or replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=True, ig
 
 
 def register(folder: Path, package: str, **entries: str) -> None:
-    """A distribution that brings devices and a backend."""
+    """Writes a distribution that provides devices and a backend."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -50,7 +50,7 @@ def outside(tmp_path, monkeypatch):
 
 
 def parts(model: tiny.Tiny, folder: Path, device: str = "rowwise") -> Parts:
-    """A tiny model on the device, with nothing proven about it."""
+    """Returns a tiny model on the device, without a certificate."""
     folder.mkdir(exist_ok=True)
     tiny.save(model, folder)
     loaded = loader.load(folder, EngineConfig(device=device))
@@ -65,7 +65,7 @@ def parts(model: tiny.Tiny, folder: Path, device: str = "rowwise") -> Parts:
 
 
 def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], bytes]]:
-    """Tokens, and the bits of their log-probabilities, of requests that run together."""
+    """Returns tokens, and the bits of their log-probabilities, of requests that run together."""
     jobs = [engine.add(ids, PARAMS) for ids in prompts]
     while engine.busy:
         engine.step()
@@ -74,8 +74,8 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[tuple[
 
 
 def test_a_draft_model_is_loaded_where_its_target_is(outside, tmp_path):
-    """It went where the options say, and they say "auto" where nobody asked for a device: beside a
-    GPU to that one, behind a target on the CPU."""
+    """It used to be loaded where the options say, which is "auto" if no device was named: on a
+    machine with a GPU onto the GPU, although its target was on the CPU."""
     made = parts(tiny.LLAMA, tmp_path / "model")
     how = {"speculative_algorithm": "draft", "speculative_draft_model": str(tmp_path / "model")}
     sizes = {"max_total_tokens": 512, "page_size": 4}
@@ -89,7 +89,7 @@ def test_a_draft_model_is_loaded_where_its_target_is(outside, tmp_path):
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_an_engine_runs_on_it_and_keeps_its_promise(outside, tmp_path, model):
-    """Together, in chunks, on small pages and alone: the same bits. And near what the CPU says."""
+    """Together, in chunks, on small pages and alone: the same bits, and near the CPU's values."""
     made = parts(model, tmp_path / "model")
     together = Engine(EngineConfig(max_total_tokens=512, page_size=4), made)
     chunked = Engine(EngineConfig(max_total_tokens=512, chunked_prefill_size=5), made)

@@ -43,8 +43,8 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """Like Llama 2's: "▁" for a space, one put before the text and one taken off, and <0x..> pieces
-    for unknown characters."""
+    """A tokenizer like Llama 2's: "▁" for a space, one added before the text and one removed, and
+    <0x..> pieces for unknown characters."""
     pieces = [
         "<unk>",
         "<s>",
@@ -88,7 +88,7 @@ TEXTS = st.text(
 
 
 def literal(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text whose special tokens are only characters."""
+    """Returns the ids of a text whose special tokens are read as plain characters."""
     return characters(tokenizer).encode(text).ids
 
 
@@ -207,7 +207,7 @@ def test_pieces_of_a_text_add_up_and_no_character_is_split(make: Any, text: str)
 @settings(deadline=None, max_examples=250)
 @given(data=st.data())
 def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObject):
-    """A model may say anything: broken UTF-8, special tokens inside a character, ids without a
+    """A model may generate anything: broken UTF-8, special tokens inside a character, ids without a
     token."""
     tokenizer = make()
     some = st.one_of(
@@ -225,7 +225,7 @@ def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObjec
 @example(prompt="��", text="�")
 @example(prompt="�😀�", text="😀")
 def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
-    """The space of "▁the" belongs to the answer when a prompt is before it."""
+    """The space of "▁the" belongs to the answer when there is a prompt before it."""
     tokenizer = make()
     before, after = tokenizer.encode(prompt), literal(tokenizer, text)
     whole, start = tokenizer.decode([*before, *after]), tokenizer.decode(before)
@@ -235,8 +235,8 @@ def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_a_replacement_character_at_the_end_of_a_prompt_is_not_said_again(make: Any):
-    """The user's own U+FFFD was taken for the beginning of a character, and stood at the start of
-    every answer."""
+    """The user's own U+FFFD used to be taken for the start of a character, and began every
+    answer."""
     tokenizer = make()
     prompt, answer = tokenizer.encode("a\ufffd", False), tokenizer.encode("b", False)[-1:]
     assert tokenizer.decode(prompt) == "a\ufffd"
@@ -276,7 +276,7 @@ def test_the_bytes_that_continue_a_character_are_found(make: Any):
 
 
 def byte_tokens(tokenizer: Tokenizer, byte: int) -> list[int]:
-    """The token of one byte, found by what it decodes to beside its fellows."""
+    """Returns the token of one byte."""
     if tokenizer is byte_fallback():
         return [3 + byte]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -295,7 +295,7 @@ def test_text_is_not_held_back_without_need():
     ids = literal(tokenizer, "the end")
     detok = Detok(tokenizer)
     assert [detok.push(i) for i in ids] == [tokenizer.decode([i]) for i in ids]
-    first, *rest = literal(tokenizer, "☃")  # three bytes that the tokenizer has not seen together
+    first, *rest = literal(tokenizer, "☃")  # three bytes that were never merged in training
     assert rest and detok.push(first) == ""
     assert "".join(detok.push(i) for i in rest) == "☃"
 
@@ -306,12 +306,12 @@ def test_a_run_of_bytes_waits_for_its_end():
     ids = [i + 3 for i in "好".encode()]
     detok = Detok(tokenizer)
     assert [detok.push(i) for i in ids] == ["", "", ""] and detok.finish() == "好"
-    for inside in ([], [1], [100_000]):  # what has no text does not end a run
+    for inside in ([], [1], [100_000]):  # tokens without text do not end a run
         longer = [*ids, *inside, 3 + 0xFF]
         assert (
             "".join(grown(Detok(tokenizer), longer)) == REPLACEMENT * 4 == tokenizer.decode(longer)
         )
-    prompt = [i + 3 for i in "好好好好".encode()]  # longer than what is kept of a prompt
+    prompt = [i + 3 for i in "好好好好".encode()]  # longer than the part of a prompt that is kept
     assert "".join(grown(Detok(tokenizer, prompt), ids)) == "好"
 
 
@@ -329,8 +329,8 @@ def test_long_texts_do_not_decode_everything_again():
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Character by character: the first moment at which the text ends in a stop string, the longest
-    one."""
+    """Searches character by character. Returns the text before the first stop string to be
+    completed (the longest, if there are several), and that string."""
     for end in range(1, len(text) + 1):
         hits = sorted((s for s in stops if text[:end].endswith(s)), key=len)
         if hits:

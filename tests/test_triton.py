@@ -2,8 +2,8 @@
 for sm_90.
 
 The cells run in processes of their own (`tests/triton_cells.py`), because Triton decides at import
-whether it interprets; with a small order, so that short requests cross many tiles and splits.
-Marked `gpu`, the same cells run on a card, with the order of its class.
+whether it interprets. They use a small order, so that short requests cross many tiles and splits.
+Marked `gpu`, the same cells run on a GPU, with the order of its class.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def cells(*options: str, interpret: bool = True) -> dict:
 
 
 def judge(report: dict, tolerance: float) -> None:
-    """Rounded outputs are off by half a unit of bfloat16 (2**-9) and what P's rounding adds; bits
-    are not off at all."""
+    """Checks values and bits. Rounded outputs are off by half a unit of bfloat16 (2**-9) plus what
+    P's rounding adds; bits must be equal."""
     for cell, found in report.items():
         for check, value in found.items():
             if isinstance(value, dict):

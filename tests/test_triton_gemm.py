@@ -37,7 +37,7 @@ COMPILED = (
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    """Cell → what was found, all in one process that interprets."""
+    """Runs all cells in one process that interprets. Returns cell → what was found."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "tests/triton_gemm_cells.py"],

@@ -1,8 +1,9 @@
-"""The value property of the engine's cells: right numbers pass, shared mistakes do not.
+"""The value property of the engine's cells: right numbers pass, mistakes that engine and oracle
+share do not.
 
-The oracle of the bits runs the engine's own layers, so a mistake in `nn`, in `models` or in the
-kernels for GEMM and rows is in both, and no bit differs. Each such mistake below is planted, and
-the cell must go red by its values and by nothing else.
+The bit oracle runs the engine's own layers, so a mistake in `nn`, in `models` or in the kernels for
+GEMMs and rows is in both, and no bit differs. Each such mistake below is planted, and the cell must
+go red by its values and by nothing else.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ OTHERS = (
 
 
 def judged(tiny: Tiny) -> dict[str, Any]:
-    """The findings of a cell of this model, by property."""
+    """Returns the findings of a cell of this model, by property."""
     counters = ("batched_steps", "chunks")
     recipe = Recipe("engine-few", "a few", few, counters, MODELS_OF["every model"])
     result = judge(recipe, tiny, select.load("cpu"), RunOptions(quick=True))
@@ -102,7 +103,7 @@ def judged(tiny: Tiny) -> dict[str, Any]:
 
 
 def few(rig: EngineHarness, quick: bool) -> None:
-    """Two requests beyond the window, one of them scored, in chunks."""
+    """Plays two requests longer than the window, one of them scored, in chunks."""
     orders = [
         Order(words(21), PLAIN),
         Order(words(17, 1), PLAIN if rig.oracle.encoder else SCORED, at=1),
@@ -154,12 +155,12 @@ def test_the_built_in_model_has_the_values_of_the_plain_model():
 
 @pytest.mark.parametrize(
     ("tiny", "device"),
-    # experts are too close for bfloat16 to tell apart: behind their first choice nothing is judged
+    # experts are too close for bfloat16 to tell apart: after their first choice nothing is judged
     [*((t, CPU) for t in MODELS), *((t, NARROW) for t in MODELS if t not in (DEEPSEEK, GPT_OSS))],
     ids=lambda given: given.dtype if isinstance(given, Device) else given.name,
 )
 def test_a_tolerance_is_neither_far_beyond_its_dtype_nor_below_it(tiny: Tiny, device: Device):
-    """Rows computed in that dtype by torch use some per cent of what is allowed, never all."""
+    """Rows computed by torch in that dtype use some per cent of the tolerance, never all of it."""
     c = checkpoint(tiny, device)
     source = words(23) if tiny is BART else ()
 
@@ -176,7 +177,7 @@ def test_a_tolerance_is_neither_far_beyond_its_dtype_nor_below_it(tiny: Tiny, de
 
 
 class Narrow(TorchFunctionMode):
-    """Wherever float64 is asked for, a narrower dtype is given."""
+    """Gives a narrower dtype wherever float64 is asked for."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -238,7 +239,7 @@ Planted = Callable[[pytest.MonkeyPatch], None]
 
 
 def turned_backwards(patch: pytest.MonkeyPatch) -> None:
-    """kernels/cpu/rows: the sign of the half rotation."""
+    """kernels/cpu/rows: the sign of the half rotation is wrong."""
     right = Ops.rope_cos_sin
 
     def wrong(*operands: Any) -> Any:
@@ -249,12 +250,12 @@ def turned_backwards(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_from_one(patch: pytest.MonkeyPatch) -> None:
-    """models/bart: learnt positions one row late."""
+    """models/bart: learnt positions are one row off."""
     patch.setattr(bart, "OFFSET", 1)
 
 
 def norm_without_one(patch: pytest.MonkeyPatch) -> None:
-    """nn/layers: gemma's weight as it lies in the file."""
+    """nn/layers: gemma's norm weight as it is stored in the file, without the 1."""
     right = layers.RMSSpec.build
     patch.setattr(
         layers.RMSSpec, "build", lambda self, *a: right(replace(self, plus_one=False), *a)
@@ -272,7 +273,7 @@ def router_without_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def worst_group_first(patch: pytest.MonkeyPatch) -> None:
-    """kernels/cpu/routing: the groups of experts are ranked the wrong way round."""
+    """kernels/cpu/routing: the groups of experts are ranked in reverse."""
     right = routing.limited
 
     def wrong(ranked: Any, how: Any, in_pairs: bool) -> Any:
@@ -303,7 +304,7 @@ def key_norm_for_queries(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_bias(patch: pytest.MonkeyPatch) -> None:
-    """nn/layers: a fused GEMM without its bias."""
+    """nn/layers: a fused GEMM lacks its bias."""
     right = layers.WeightSource.fused
 
     def wrong(self: Any, widths: Any, k: int, bias: bool = False) -> Any:
@@ -313,7 +314,7 @@ def lost_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
-    """kernels/cpu/rows: the gate is the second half."""
+    """kernels/cpu/rows: the second half is taken for the gate."""
     right = Ops.act_and_mul
 
     def wrong(x: torch.Tensor, act: Any) -> Any:
@@ -334,7 +335,7 @@ def gate_without_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def eps_too_large(patch: pytest.MonkeyPatch) -> None:
-    """kernels/cpu/rows: a norm's eps of 1e-3 for 1e-6."""
+    """kernels/cpu/rows: a norm's eps is 1e-3 instead of 1e-6."""
     right = Ops.rms_norm
     patch.setattr(Ops, "rms_norm", staticmethod(lambda x, w, eps: right(x, w, 1e-3)))
 
@@ -357,7 +358,7 @@ def window_one_wider(patch: pytest.MonkeyPatch) -> None:
 
 
 def scale_of_the_latent(patch: pytest.MonkeyPatch) -> None:
-    """nn/attention: MLA's scores scaled by the width of what is stored."""
+    """nn/attention: MLA's scores are scaled by the width of what is stored."""
     right = attention.Latent.group
 
     def wrong(self: Any) -> Any:

@@ -3,7 +3,7 @@ move. Run as a program.
 
 Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by `tests/test_triton.py`)
 with a small order, so that short requests cross many tiles and splits; with `--device cuda` on the
-card, with the real one. Prints one JSON object: cell → what was found.
+GPU, with the real one. Prints one JSON object: cell → what was found.
 
 usage: python tests/triton_cells.py [--device cuda] [--cells NAME,NAME]
 """
@@ -120,7 +120,7 @@ CARD_FEATURES = {
 
 
 def ops_on(device: str) -> Ops:
-    """The CPU's table, whose cache operations are torch's, for tensors of a device."""
+    """Returns the CPU's table, whose cache operations are torch's, for tensors of a device."""
     ops = Ops()
     ops.device = torch.device(device)
     return ops
@@ -128,10 +128,10 @@ def ops_on(device: str) -> Ops:
 
 @dataclass(frozen=True)
 class Size:
-    """Lengths of a cell."""
+    """The lengths of a cell."""
 
     lens: tuple[int, ...]
-    chunks: tuple[int, ...]  # row counts a request is cut into, over and over
+    chunks: tuple[int, ...]  # row counts into which a request is cut, repeatedly
     decodes: int  # rows recomputed as decodes
     judged: int  # last rows of a request that are compared with float64
     tree_at: int  # committed keys before a tree
@@ -144,7 +144,8 @@ CARD_SIZE = Size(
 
 
 class Cell:
-    """Requests with keys of their own; every run lays them out anew and must give the same rows."""
+    """Requests with keys of their own. Every run lays them out again and must give the same
+    rows."""
 
     def __init__(self, name: str, spec: GroupSpec, size: Size, device: str) -> None:
         self.name, self.spec, self.size, self.device = name, spec, size, torch.device(device)
@@ -162,8 +163,8 @@ class Cell:
         page_size: int,
         parents: tuple[int, ...] | None = None,
     ):
-        """work: (request, first row, rows). Lays out pages, fills them, NaN elsewhere; returns
-        plan and keys."""
+        """Builds a step from work: (request, first row, rows). Lays out pages and fills them, with
+        NaN elsewhere. Returns spec, plan and keys."""
         spec = replace(self.spec, page_size=page_size)
         cross, uncached = spec.layout is Layout.CROSS, spec.layout is Layout.FRESH
         pages = None if uncached else PagePool(PAGES * 16 // page_size)
@@ -198,8 +199,7 @@ class Cell:
         plan = build((spec,), works)
         if (
             len(tables) == len(work) and self.device.type == "cpu"
-            # rows of one request as many decodes share its pages, which a plan of the engine never
-            # does
+            # decodes of one request's rows share its pages, which a plan of the engine never does
         ):
             from lockstep.plan.check import check  # needs numba
 
@@ -239,7 +239,8 @@ class Cell:
         parents=None,
         judge: bool = False,
     ):
-        """Rows of `work`, one after the other: outputs and log-sum-exps (and the reference's)."""
+        """Computes the rows of `work` in one step. Returns out and lse (and the reference's, with
+        `judge`)."""
         spec, plan, keys = self.plan(work, page_size, parents)
         q = torch.cat([self.q[r][a : a + n] for r, a, n in work])
         pools = [None if spec.layout is Layout.FRESH else Pool(spec, 1, Ops())]
@@ -256,11 +257,11 @@ class Cell:
 
 
 def forced(only: Tuning | None, call: Callable):
-    """`call` with one launch shape for every request, or as chosen."""
+    """Runs `call` with one launch shape for every request, or as chosen if `only` is None."""
     if only is None:
         return call()
     old, most = launch.choose, backend.most_items
-    backend.most_items = lambda spec, bucket: 8 * most(spec, bucket)  # of another shape: more
+    backend.most_items = lambda spec, bucket: 8 * most(spec, bucket)  # other shapes need more
     launch.choose = lambda spec, rows, hopper, tree, order: [
         launch.alike(only, np.ones(len(rows.q_indptr) - 1, bool))
     ]
@@ -280,7 +281,7 @@ def compare(found: dict, name: str, got, want) -> None:
 
 
 def bits(cell: Cell, found: dict) -> None:
-    """One request after the other, whole, is what everything else is compared with."""
+    """Compares everything with one step of all requests, whole."""
     size, lens = cell.size, cell.size.lens
     whole = [(r, 0, n) for r, n in enumerate(lens)]
     base = cell.run(whole)
@@ -319,7 +320,8 @@ def bits(cell: Cell, found: dict) -> None:
 
 
 def warp_specialised(cell: Cell) -> list[Tuning]:
-    """The launch shapes of those kernels that can do a cell, in parts and whole."""
+    """Returns the launch shapes of the warp-specialised kernels that can run a cell, in parts and
+    whole."""
     spec = cell.spec
     chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
     if cell.device.type != "cuda" or not launch.serves(spec, False, chosen):
@@ -332,7 +334,7 @@ def warp_specialised(cell: Cell) -> list[Tuning]:
 
 
 def values(cell: Cell, found: dict) -> None:
-    """All requests as extends of their last rows, against float64."""
+    """Compares with float64: all requests as extends of their last rows."""
     if cell.spec.layout is Layout.FRESH:
         work = [(r, 0, min(n, 8 * cell.size.judged)) for r, n in enumerate(cell.size.lens)]
     else:
@@ -352,7 +354,7 @@ def error(got, want) -> dict:
 
 
 def tree(cell: Cell, found: dict) -> None:
-    """A tree's rows are the rows of its paths, each written as a plain request."""
+    """A tree's rows have the bits of the rows of its paths, each written as a plain request."""
     parents = (-1, 0, 0, 1, 2, 3, -1, 6)
     at, n = cell.size.tree_at, len(parents)
     random = torch.Generator().manual_seed(1)
@@ -422,7 +424,8 @@ def cache(device: str, found: dict) -> None:
                 torch.randn(20, heads, d_qk + d_v + 8, generator=random).to(device, torch.bfloat16)
                 * 4
             )
-            # an infinity is the largest that is kept: 2**100, which is float8's too
+            # an infinity is stored as the largest number that is kept: 2**100, or the largest of
+            # float8
             rows[3, 0, 1], infinite = 2.0**100, rows.clone()
             infinite[3, 0, 1] = float("inf")
             (k, v), (k_in, v_in) = (

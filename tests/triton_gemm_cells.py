@@ -2,10 +2,10 @@
 and bits that must not move. A program.
 
 Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by
-`tests/test_triton_gemm.py`); with `--device cuda` on the card. A machine with a card may lack what
-the CPU's kernels need: `--record FILE` keeps all that the CPU drew and computed, `--play FILE`
-reads it there. `large-vocabularies` runs only by its name, and is recorded without interpreting.
-Prints one JSON object: cell → "" if it held, or what was found.
+`tests/test_triton_gemm.py`); with `--device cuda` on the GPU. A machine with a GPU may lack what
+the CPU's kernels need: `--record FILE` stores everything that the CPU generated and computed,
+`--play FILE` reads it there. `large-vocabularies` runs only if it is named, and is recorded without
+interpreting. Prints one JSON object: cell → "" if it passed, or what was found.
 
 usage: python tests/triton_gemm_cells.py [--device cuda] [--cells NAME,NAME] [--record|--play FILE]
 """
@@ -48,14 +48,14 @@ HALF_ULP = {
     torch.bfloat16: 2.0**-9,
     torch.float16: 2.0**-12,
     torch.float32: 2.0**-25,
-}  # relative, of one rounding
+}  # relative error of one rounding
 TILES = (Tile(16, 16, 32, 4, 2), Tile(32, 16, 64, 4, 2), Tile(16, 32, 16, 4, 2, group=1))
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}  # the CPU's numbers
 CELLS: dict[str, Callable[[], str]] = {}
 HOST: list[Any] = []  # what the CPU made for this cell, in order
 PLAYED = False  # whether HOST is read, not written
 KERNELS = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()  # can run here
-# a small vocabulary has parts, one of them of several blocks
+# a small vocabulary is cut into parts, one of them of several blocks
 sample.BLOCK, sample.WIDE_BLOCK, sample.PARTS = map(tl.constexpr, (256, 256, 4))
 
 
@@ -65,7 +65,8 @@ def cell(function: Callable[[], str]) -> Callable[[], str]:
 
 
 def host(make: Callable[[], Any]) -> Any:
-    """A tensor, or some, that the CPU makes; where it cannot, what it made elsewhere."""
+    """Returns a tensor or several that the CPU computes; with `--play`, those recorded on another
+    machine."""
     made = HOST.pop(0) if PLAYED else make()
     if not PLAYED:
         HOST.append(copy.deepcopy(made))  # cells write into what they drew
@@ -78,7 +79,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Ten
 
 
 def same(a: Tensor, b: Tensor, what: str) -> str:
-    """Bit for bit."""
+    """Returns "" if both have the same bits, or how many elements differ."""
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{what}: {a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}; "
@@ -87,7 +88,7 @@ def same(a: Tensor, b: Tensor, what: str) -> str:
 
 
 def near(got: Tensor, want: Tensor, bound: Tensor | float, what: str) -> str:
-    """|got - want| <= bound, everywhere; NaN never passes."""
+    """Returns "" if |got - want| <= bound everywhere; NaN never passes."""
     error = (got.double() - want.double()).abs()
     bad = int((~(error <= bound)).sum())
     return (
@@ -98,8 +99,8 @@ def near(got: Tensor, want: Tensor, bound: Tensor | float, what: str) -> str:
 
 
 def gemm_bound(x: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
-    """One rounding of the result, and K roundings of partial sums, each at most the sum of
-    magnitudes times 2^-23 (truncation allowed)."""
+    """Returns the bound: one rounding of the result, and K roundings of partial sums, each at most
+    the sum of magnitudes times 2^-23 (truncation allowed)."""
     magnitude = x.double().abs() @ w.double().abs().t()
     return want.abs() * 2 * HALF_ULP[dtype] + magnitude * x.shape[1] * 2.0**-23 + 1e-30
 
@@ -129,7 +130,7 @@ def gemm_values() -> str:
 
 @cell
 def gemm_bits() -> str:
-    """A row's bits: over tiles, over the number of rows, over its place among them."""
+    """A row's bits: over tiles, over the number of rows, over its index among them."""
     said = ""
     for m, n, k in shapes():
         x, w = draw(m, k), draw(n, k, seed=1)
@@ -148,7 +149,7 @@ def gemm_bits() -> str:
 
 @cell
 def batched_gemm_bits() -> str:
-    """As one GEMM per element of the batch; strided x; odd sizes."""
+    """The bits of one GEMM per element of the batch; strided x; odd sizes."""
     rows, batch, n, k = 19, 3, 40, 72
     x, w = draw(rows, batch, k + 8)[..., :k], draw(batch, n, k, seed=1)
     y = torch.empty(rows, batch, n, dtype=x.dtype, device=DEVICE)
@@ -165,8 +166,8 @@ def batched_gemm_bits() -> str:
 
 
 def norm_bound(want: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """The sum's log2(n) + 1 roundings and its square's count half in the root; mean, eps, root,
-    quotient and two products follow."""
+    """Returns the bound: the sum's log2(n) + 1 roundings and its square's count half in the root;
+    mean, eps, root, quotient and two products follow."""
     return want.double().abs() * (2 * HALF_ULP[dtype] + (n.bit_length() + 14) * 2.0**-24) + 1e-30
 
 
@@ -273,8 +274,8 @@ def angles(t: int, half: int) -> tuple[Tensor, Tensor]:
 
 @cell
 def rope_values() -> str:
-    """Against the CPU's kernels in float32: two products and a sum, in either layout, whole heads
-    or a part; with norms and without."""
+    """Against the CPU's kernels in float32: two products and a sum, in either layout, on whole
+    heads or a part of them; with norms and without."""
     said, spec = "", Heads(heads=3, kv_heads=2, d=24, eps=1e-6)
     x, weights = draw(6, 7 * 24, dtype=torch.float32), draw(2, 24, dtype=torch.float32, seed=1)
     for half in (12, 8):
@@ -294,7 +295,7 @@ def rope_values() -> str:
 
 
 def cpu_rope(x: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The CPU's queries and keys."""
+    """Returns the CPU's queries and keys."""
     pair = None if norms is None else norms.cpu()
     heads, cos_sin = Heads(3, 2, 24, 1e-6), CosSin(cos.cpu(), sin.cpu())
     return cpu.qk_norm_rope(x.cpu(), heads, pair, cos_sin)[:2]
@@ -302,7 +303,8 @@ def cpu_rope(x: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor) -> tuple
 
 @cell
 def qk_norm_rope_is_a_norm_and_a_rotation() -> str:
-    """The fused kernel rounds between the two; more heads than a program does; rows stand alone."""
+    """The fused kernel rounds between the two; more heads than one program computes; rows do not
+    depend on each other."""
     heads, kv_heads, d, t, half = 9, 2, 32, 5, 12
     x, weights = draw(t, (heads + 2 * kv_heads) * d), draw(2, d, dtype=torch.float32, seed=1)
     cos, sin = angles(t, half)
@@ -339,7 +341,7 @@ def gates() -> str:
     said += near(rowwise.soft_cap(x, 30.0), want, one * 30, "cap")
     want = host(lambda: cpu.clamped_swiglu(x.cpu(), 1.702, 7.0))
     said += near(rowwise.clamped_swiglu(x, 1.702, 7.0), want, one * 64, "clamped")
-    x[0, 3] = torch.nan  # of a gate
+    x[0, 3] = torch.nan  # in a gate
     for name in (*KINDS, "clamped"):
         gated = rowwise.activate(x, name, True, 1.702, 7.0).isnan()
         said += "" if gated[0, 3] and gated.sum() == 1 else f"{name}: NaN {gated.sum()} times; "
@@ -350,7 +352,7 @@ def gates() -> str:
 
 
 def cpu_gates(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """The CPU's gate and function of one kind."""
+    """Returns the CPU's gate and function of one kind."""
     return cpu._run(cpu.GATE, x, kind, 0, columns=24), cpu._run(cpu.MAP, x, kind, 0)
 
 
@@ -371,8 +373,8 @@ ROUTINGS = {
 
 @cell
 def routing() -> str:
-    """Ids exactly the CPU's, with ties and with a correction; weights within the roundings of a
-    softmax."""
+    """Ids are exactly the CPU's, with ties and with a correction; weights differ by the roundings
+    of a softmax."""
     said = ""
     for name, how in ROUTINGS.items():
         logits = draw(9, how.experts, dtype=torch.float32)
@@ -394,14 +396,14 @@ def routing() -> str:
 
 
 def cpu_route(logits: Tensor, how: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The CPU's ids and weights."""
+    """Returns the CPU's ids and weights."""
     routes = cpu_routing.route(logits.cpu(), how, None if bias is None else bias.cpu())
     return routes.ids, routes.weights
 
 
 @cell
 def a_row_of_nan_is_its_own_affair() -> str:
-    """Its ids are experts, its weights are NaN; the other rows are what they were."""
+    """Its ids are experts, its weights are NaN; the other rows do not change."""
     said = ""
     for how in ROUTINGS.values():
         logits = draw(3, how.experts, dtype=torch.float32)
@@ -427,8 +429,8 @@ def router_values() -> str:
 
 @cell
 def grouped_gemm_bits() -> str:
-    """As one GEMM per pair; experts with none, one and many rows; x by token and by pair; a row
-    alone; combined in slot order."""
+    """The bits of one GEMM per pair; experts with no, one and many rows; x by token and by pair; a
+    row alone; combined in slot order."""
     tokens, k, experts, n, depth = 23, 3, 7, 40, 72
     ids = (
         torch.stack(
@@ -482,7 +484,7 @@ def grouped_gemm_bits() -> str:
 
 
 def slots_of(parts: Tensor, weights: Tensor, k: int) -> Tensor:
-    """Slots in order, all with the first weight, rounded once."""
+    """Returns the sum of the slots in order, all with the first weight, rounded once."""
     total = torch.zeros(len(weights), parts.shape[1], device=DEVICE)
     for slot in range(k):
         total = total + parts.view(len(weights), k, -1)[:, slot].float() * weights[:, :1]
@@ -490,7 +492,7 @@ def slots_of(parts: Tensor, weights: Tensor, k: int) -> Tensor:
 
 
 def sampling_rows(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits with ties, infinities and NaN; parameters of every kind."""
+    """Returns logits with ties, infinities and NaN, and parameters of every kind."""
     settings = (
         (0.0, vocab, 1.0, 0.0), (1.0, vocab, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, vocab, 0.6, 0.0),
         (0.9, 7, 0.8, 0.0), (1.0, vocab, 1.0, 0.05), (0.8, 1, 1.0, 0.0), (1.0, vocab, 1e-9, 0.0),
@@ -519,8 +521,8 @@ def sampling_rows(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @cell
 def sampled_tokens_are_the_cpus() -> str:
-    """Greedy, temperature, top-k, top-p, min-p; ties, -inf, +inf, NaN; vocabularies below a block
-    and above, not multiples of 4."""
+    """Greedy, temperature, top-k, top-p, min-p; ties, -inf, +inf, NaN; vocabularies smaller and
+    larger than a block, not multiples of 4."""
     said = ""
     for vocab, every in ((37, 3), (700, 10)):
         logits, floats, ints = (made[::every].contiguous() for made in sampling_rows(vocab))
@@ -531,7 +533,7 @@ def sampled_tokens_are_the_cpus() -> str:
 
 
 def compare_tokens(what: str, logits: Tensor, floats: Tensor, ints: Tensor) -> str:
-    """Tokens and states against the CPU's."""
+    """Compares tokens and states with the CPU's."""
     want = host(lambda: CpuOps().sample_tokens(logits.cpu(), floats.cpu(), ints.cpu(), True))
     got = sample.sample_tokens(logits, floats, ints, cuts=True) if KERNELS else want
     pairs = zip(("tokens", "states"), got, want, strict=True)
@@ -539,7 +541,7 @@ def compare_tokens(what: str, logits: Tensor, floats: Tensor, ints: Tensor) -> s
 
 
 def compare_logprobs(what: str, logits: Tensor, tokens: Tensor, few: int) -> str:
-    """Log-probabilities against the CPU's, bit for bit."""
+    """Compares log-probabilities with the CPU's, bit for bit."""
     want = host(lambda: CpuOps().compute_logprobs(logits.cpu(), tokens.cpu(), few))
     got = sample.compute_logprobs(logits, tokens, few) if KERNELS else want
     pairs = zip(("chosen", "ids", "best"), got, want, strict=True)
@@ -547,7 +549,7 @@ def compare_logprobs(what: str, logits: Tensor, tokens: Tensor, few: int) -> str
 
 
 def equal(what: str, got: Tensor, want: Tensor) -> str:
-    """All equal; NaN is NaN."""
+    """Returns "" if all are equal (NaN equals NaN), or how many differ and the first pair."""
     differ = (got != want) & ~((got != got) & (want != want))
     if not differ.any():
         return ""
@@ -558,7 +560,7 @@ def equal(what: str, got: Tensor, want: Tensor) -> str:
 
 @cell
 def log_probabilities_are_the_cpus() -> str:
-    """The same bits, of a token and of the best few, good rows and bad ones."""
+    """The same bits, for a token and for the best few, in good rows and bad ones."""
     said = ""
     for vocab, few in ((37, 3), (700, 2)):
         logits = sampling_rows(vocab)[0][::5].contiguous()
@@ -569,8 +571,9 @@ def log_probabilities_are_the_cpus() -> str:
 
 
 def many_logits(first: int, count: int, vocab: int) -> Tensor:
-    """[count, vocab], about normal with a spread of 2, from integers: the same on every machine.
-    Every seventh row has ties, every eleventh is steep, every fifth lacks half of its tokens."""
+    """Returns [count, vocab], about normal with a spread of 2, made of integers: the same on every
+    machine. Every seventh row has ties, every eleventh is steep, every fifth lacks half of its
+    tokens."""
     raw = np.random.Philox(key=[vocab, first]).random_raw(count * vocab).view(np.uint16)
     steps = raw.reshape(count, vocab, 4).sum(2, dtype=np.int32) - 131070
     x = torch.from_numpy(steps.astype(np.float32)).to(DEVICE) / 16384
@@ -606,7 +609,7 @@ def large_vocabularies() -> str:
 
 
 def split_in_two(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """A library that splits K: two sums, added at last."""
+    """A library that splits K: two sums, added at the end."""
     half = x.shape[1] // 2
     parts = [
         gemm(x[:, at].contiguous(), w[:, at].contiguous(), torch.empty_like(y), TILES[0])
@@ -616,7 +619,7 @@ def split_in_two(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 
 def aligned(rows: int, columns: int) -> Tensor:
-    """Room at a multiple of 256 bytes, as torch's allocator of the device gives it."""
+    """Returns memory at a multiple of 256 bytes, as torch's device allocator gives it."""
     room = torch.empty(rows * columns + 128, dtype=torch.bfloat16, device=DEVICE)
     skip = -room.data_ptr() % gemm_choice.ALIGNMENT // 2
     return room[skip : skip + rows * columns].view(rows, columns)
@@ -624,7 +627,7 @@ def aligned(rows: int, columns: int) -> Tensor:
 
 @cell
 def the_choice_of_a_gemm() -> str:
-    """A library is taken where all of its bits are ours, and only there; our tile elsewhere."""
+    """A library is chosen where all of its bits are ours, and only there; our tile elsewhere."""
     w = draw(40, 64)
 
     used = []
@@ -647,7 +650,7 @@ def the_choice_of_a_gemm() -> str:
     said += "" if used == [4, 16] else f"the library ran for {used} rows; "
     made.append(
         multiply(x[1:17], w, room).clone()[:-1]
-    )  # not where the library was certified: ours
+    )  # at another alignment than the library was certified for: ours
     said += "" if used == [4, 16] else "the library ran on rows that lie otherwise; "
     for y in made[:-1]:
         said += same(y, made[3][: len(y)], f"{len(y)} rows")
@@ -656,7 +659,8 @@ def the_choice_of_a_gemm() -> str:
 
 @cell
 def rows_outside_the_grid() -> str:
-    """Rows that no bucket has are computed by our tile; other dtypes, K and strides are errors."""
+    """Row counts that no bucket has are computed by our tile; other dtypes, K and strides are
+    errors."""
     x, w = draw(16, 64), draw(40, 64)
     y = torch.empty(3, 40, dtype=w.dtype, device=DEVICE)
     said = same(gemm_choice.multiply({}, x[:3], w, y), product(x, w, TILES[0])[:3], "three rows")
@@ -675,7 +679,7 @@ def rows_outside_the_grid() -> str:
 
 
 def tables() -> tuple[Any, Any]:
-    """The GPU's table, and the CPU's where it can be had."""
+    """Returns the GPU's table, and the CPU's where it can be had."""
     from lockstep.kernels.cuda.ops import Ops
 
     return Ops("bfloat16"), None if PLAYED else CpuOps()
@@ -684,8 +688,8 @@ def tables() -> tuple[Any, Any]:
 def compare(
     name: str, got: Tensor, make: Callable[[], Tensor], roundings: int = 1, size: float = 2.0**-6
 ) -> str:
-    """A bfloat16 result against the CPU's float32 one of the same operands: rounded so often, what
-    is rounded is at most `size` larger than the result."""
+    """Compares a bfloat16 result with the CPU's float32 one of the same operands. `roundings` is
+    how often it was rounded; a rounded number is at most `size` larger than the result."""
     want = host(make)
     if got.shape != want.shape:
         return f"{name}: {tuple(got.shape)} against {tuple(want.shape)}; "
@@ -723,7 +727,7 @@ def linear_operations() -> str:
 
 
 def cpu_linear(ops: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """The CPU's, of widened operands."""
+    """Returns the CPU's product of the operands, widened to float32."""
     packed = ops.pack(w.cpu().float(), None if bias is None else bias.cpu().float())
     return ops.linear(x.cpu().float(), packed)
 
@@ -731,7 +735,7 @@ def cpu_linear(ops: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 def expert_layer(
     ops: Any, x: Tensor, w: Tensor, bias: Tensor, logits: Tensor, routing: Routing, fix: Any
 ) -> Tensor:
-    """Rows to their experts, twice, and back."""
+    """Sends rows to their experts, twice, and combines them."""
     routes = ops.route(logits, routing, fix)
     packed = ops.pack(w / 8, bias)
     parts = ops.grouped_linear(ops.dispatch(x, routes), packed, routes)
@@ -810,7 +814,8 @@ def cache_operations() -> str:
 
 @cell
 def two_caches_at_one_address() -> str:
-    """Keys of a cache move by its own rows, wherever an earlier one with wider rows lay."""
+    """Keys of a cache move by its own row size, even if an earlier cache with wider rows was at the
+    same address."""
     gpu, said = tables()[0], ""
     source, target = torch.tensor([[3, 1], [6, 3], [9, 11]], dtype=torch.int32, device=DEVICE).T
     memory = torch.randint(0, 120, (2, 12 * 128), dtype=torch.uint8, device=DEVICE)
@@ -828,7 +833,7 @@ def two_caches_at_one_address() -> str:
 def cpu_cache(
     ops: Any, values: Tensor, dtype: torch.dtype, slots: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Two storages, as the CPU writes and moves them."""
+    """Returns two storages, as the CPU writes and moves them."""
     room = tuple(torch.zeros(12, 2, 32, dtype=dtype) for _ in range(2))
     for storage, sign in zip(room, (1, -1), strict=True):
         ops.kv_write(storage, slots, sign * values.float(), 0.5)
@@ -837,8 +842,9 @@ def cpu_cache(
 
 
 def an_engine_on_the_table() -> str:
-    """A llama through the engine on device cuda, attention too: together and in chunks a request
-    has the tokens and log-probability bits that it has alone. Not where the CPU's kernels lack."""
+    """A llama in the engine on device cuda, attention included: together and in chunks a request
+    has the tokens and log-probability bits that it has alone. Not run where the CPU's kernels are
+    missing."""
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
@@ -876,7 +882,7 @@ if "--play" not in sys.argv:
 
 @cell
 def the_table_is_complete() -> str:
-    """Every operation and field that `lockstep.ops.Ops` names."""
+    """Every operation and field that `lockstep.ops.Ops` names exists."""
     from lockstep import ops
 
     gpu, _ = tables()
@@ -891,7 +897,7 @@ def rows_of_odd_length() -> str:
     bits that it has alone."""
     logits, scores, bias = (
         draw(*shape, dtype=torch.float32) for shape in ((5, 61), (5, 4), (4,))
-    )  # rows at multiples of 61 and of 4 elements
+    )  # rows begin at multiples of 61 and of 4 elements
     capped, added = rowwise.soft_cap(logits, 3.0), rowwise.add_bias(scores, bias)
     alone = [rowwise.soft_cap(row[None], 3.0) for row in logits]
     wrong = int((capped != torch.cat(alone)).sum()) + int((added != scores + bias).sum())

@@ -1,10 +1,10 @@
 """Triton's interpreter, made good enough to prove bits with: a `dot` that walks K in ascending
 order and widens bfloat16.
 
-The interpreter's own dot is numpy's matmul: garbage in bfloat16, and its rows depend on the shape
-of the block; its float32 → bfloat16 truncates, where the GPU rounds to nearest, ties to even.
-`install` replaces both, in a process where TRITON_INTERPRET=1 was set before Triton was imported,
-and lets the language be patched once instead of at every call of a device function. Such a process
+The interpreter's own dot is numpy's matmul: wrong in bfloat16, and its rows depend on the shape of
+the block. Its float32 → bfloat16 cast truncates, where the GPU rounds to nearest, ties to even.
+`install` replaces both, in a process where TRITON_INTERPRET=1 was set before Triton was imported.
+It also patches the language once instead of at every call of a device function. Such a process
 interprets and does nothing else. Called by `triton_cells.py` and `triton_gemm_cells.py`.
 """
 
@@ -20,21 +20,21 @@ from lockstep.types import RuleError
 
 
 class Forever:
-    """A patch that stays."""
+    """A patch that is never removed."""
 
     def restore(self) -> None:
-        """Nothing: this process interprets until it ends."""
+        """Does nothing: this process interprets until it ends."""
 
 
 def widen(tensor: Any, bfloat16: Any) -> Any:
-    """An operand of a dot as float32."""
+    """Returns an operand of a dot as float32."""
     if tensor.dtype.scalar == bfloat16:
         return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return tensor.data.astype(np.float32)
 
 
 def bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The nearest bfloat16 of every element, ties to even; NaN stays NaN."""
+    """Returns the nearest bfloat16 of every element as bits, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     quiet = ((bits >> 16) | 0x40).astype(np.uint16)
@@ -68,7 +68,7 @@ def install() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(
             tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0])
-        )  # numpy 2.4 wants a scalar
+        )  # numpy 2.4 needs a scalar
 
     def patch_once(function: Any) -> Forever:
         names = tuple(

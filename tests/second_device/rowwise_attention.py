@@ -1,7 +1,7 @@
 """The attention of the second device: bfloat16 rows, one at a time, float64 inside.
 
-Addresses, windows and lists are the reference's; a row's keys come in the order of their positions
-whatever surrounds it, so its bits are promised. Registered as the entry point `rowwise =
+Addresses, windows and lists are the reference's. A row's keys are read in the order of their
+positions whatever is beside it, so its bits are promised. Registered as the entry point `rowwise =
 "rowwise_attention:Backend"` of `lockstep.backends`.
 """
 

@@ -1,5 +1,6 @@
-"""A second device, as somebody else would write it: a table of operations in plain torch, one row
-at a time, with bfloat16 activations. Right, slow, and invariant because no row ever meets another.
+"""A second device, as another author would write it: a table of operations in plain torch, one row
+at a time, with bfloat16 activations. Right, slow, and invariant because no row is computed with
+another.
 
 Registered as the entry point `rowwise = "rowwise_ops:Ops"` of `lockstep.devices`; its attention is
 `rowwise_attention.py`. Nothing of Lockstep is edited or replaced.
@@ -20,7 +21,7 @@ from lockstep.sample.sampler import noise_of
 from lockstep.types import KV_FORMATS, Choice
 
 LARGEST = {getattr(torch, each.torch_name): each.largest for each in KV_FORMATS.values()}
-ELEMENTS = 2**24  # of float64 that `compute_logprobs` works on at a time
+ELEMENTS = 2**24  # float64 numbers that `compute_logprobs` works on together
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: F.gelu,
@@ -30,7 +31,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Packed(NamedTuple):
-    """A weight as it came, [n, k] or [g, n, k], and its bias."""
+    """A weight as it was given, [n, k] or [g, n, k], and its bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -44,8 +45,8 @@ class Routes(NamedTuple):
 
 
 def rows(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """function of row 0 of every operand, of row 1, ...: float32 inside, rounded to the dtype of
-    the first operand."""
+    """Applies function to row 0 of every operand, to row 1, …: float32 inside, rounded to the dtype
+    of the first operand."""
     dtype = operands[0].dtype
     if not len(operands[0]):
         shapes = [x.new_zeros(1, *x.shape[1:]) for x in operands]
@@ -55,7 +56,7 @@ def rows(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
 
 
 def product(row: Tensor, packed: Packed, g: int | None = None) -> Tensor:
-    """One row times one weight, rounded, then its bias."""
+    """Returns one row times one weight, rounded, then its bias added."""
     weight = packed.weight if g is None else packed.weight[g]
     y = (weight.double() @ row.double()).to(weight.dtype)
     if packed.bias is None:
@@ -65,7 +66,7 @@ def product(row: Tensor, packed: Packed, g: int | None = None) -> Tensor:
 
 
 def turned(row: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """[heads, d] of one token."""
+    """Returns one token's heads [heads, d], rotated."""
     half = len(cos)
     part = row[:, : 2 * half]
     a, b = (part[:, ::2], part[:, 1::2]) if interleaved else part.chunk(2, -1)
@@ -73,7 +74,7 @@ def turned(row: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class Ops:
-    """The table; what each operation does says `lockstep.ops.Ops`."""
+    """The table of operations; `lockstep.ops.Ops` states what each one does."""
 
     dtypes = ("bfloat16",)
     device = torch.device("cpu")
@@ -209,8 +210,8 @@ class Ops:
 
 
 class StaleSlotOps(Ops):
-    """The same table with a bug: after the first writes of a storage, the first row of a step goes
-    where it went the step before."""
+    """The same table with a bug: after the first write to a storage, the first row of a step goes
+    to the slot that the previous step's first row had."""
 
     def __init__(self, dtype: str = "bfloat16") -> None:
         super().__init__(dtype)
@@ -226,7 +227,7 @@ class StaleSlotOps(Ops):
 
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """ids and weights of one row's experts."""
+    """Returns ids and weights of one row's experts."""
     scores: Any = {"softmax": lambda x: x.softmax(0), "sigmoid": torch.sigmoid}
     scored = scores.get(routing.score, lambda x: x)(logits)
     ranked = scored if correction is None else scored + correction
@@ -247,7 +248,7 @@ def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple
 
 
 def added(slots: Tensor, weights: Tensor) -> Tensor:
-    """One row's parts times their weights, in order."""
+    """Returns the sum of one row's parts times their weights, in order."""
     total = torch.zeros_like(slots[0])
     for part, weight in zip(slots, weights, strict=True):
         total = total + part * weight
@@ -258,27 +259,28 @@ def added(slots: Tensor, weights: Tensor) -> Tensor:
 
 
 def keys(scores: Tensor) -> Tensor:
-    """float32 as int64 in the same order; -0 and 0 are one."""
+    """Returns float32 scores as int64 in the same order; -0 and 0 are equal."""
     bits = (scores + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """int64 [S, V]: smaller is better, by score, then by id (low bits). No two are equal."""
+    """Returns int64 [S, V]: smaller is better, by score, then by id (low bits). No two are
+    equal."""
     order = keys(scores)
     ids = torch.arange(scores.shape[1], device=scores.device)
     return ((order.amax(1, keepdim=True) - order) << f.ID_BITS) | ids
 
 
 def states(scores: Tensor) -> Tensor:
-    """int64 [S]: whether there is anything to choose from in a row."""
+    """Returns int64 [S]: whether a row has anything to choose from."""
     top = scores.amax(1)
     state = torch.where(top == torch.inf, f.INFINITE, torch.where(top == -torch.inf, f.EMPTY, f.OK))
     return torch.where(scores.isnan().any(1), f.NAN, state)
 
 
 def weights(scores: Tensor, top: Tensor) -> Tensor:
-    """int64: exp(score - top) in units of 2^-FRACTION. `top` is the row's best score."""
+    """Returns exp(score - top) as int64, in units of 2^-FRACTION. `top` is the row's best score."""
     result: Tensor = f.weight(scores.to(torch.float64) - top.to(torch.float64))
     return result
 
@@ -287,9 +289,9 @@ def weights(scores: Tensor, top: Tensor) -> Tensor:
 
 
 def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor:
-    """-inf where top-k, top-p or min-p do not keep a token. scores float32 [S, V] without NaN; one
-    entry per row of the others. Top-p keeps the shortest beginning of the order that has at least
-    the fraction top_p of the weight that top-k left."""
+    """Returns scores with -inf where top-k, top-p or min-p drop a token. scores float32 [S, V]
+    without NaN; the others have one entry per row. Top-p keeps the shortest prefix of the order
+    that has at least the fraction top_p of the weight that top-k left."""
     vocab, top = scores.shape[1], scores.amax(1, keepdim=True)
     order = ranks(scores)
     best, _ = order.sort(1)
@@ -306,18 +308,18 @@ def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor
 
 
 def first_best(scores: Tensor) -> Tensor:
-    """The token with the largest score, the lowest id among equals."""
+    """Returns the token with the largest score, the lowest id among equals."""
     return ranks(scores).amin(1) & f.ID_MASK
 
 
 def noise(counters: Tensor, vocab_size: int) -> Tensor:
-    """float32 [S, vocab_size], of counters int64 [S, 4]."""
+    """Returns float32 [S, vocab_size] for counters int64 [S, 4]."""
     ids = torch.arange(vocab_size, device=counters.device).expand(len(counters), -1)
     return noise_of(counters, ids)
 
 
 def sample_tokens(logits: Tensor, floats: Tensor, ints: Tensor) -> tuple[Tensor, Tensor]:
-    """`Ops.sample_tokens` with tensors. A row with nothing to choose gets NO_TOKEN."""
+    """`Ops.sample_tokens` with tensors. A row with nothing to choose from gets NO_TOKEN."""
     greedy = floats[:, 0] == 0
     temperature = torch.where(greedy, 1.0, floats[:, 0]).to(torch.float32)
     scores = logits / temperature[:, None] + 0.0
@@ -333,7 +335,7 @@ def sample_tokens(logits: Tensor, floats: Tensor, ints: Tensor) -> tuple[Tensor,
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`Ops.compute_logprobs` with tensors, a few rows at a time. NO_TOKEN: none."""
+    """`Ops.compute_logprobs` with tensors, a few rows at a time. NO_TOKEN asks for no token's."""
     few = max(1, ELEMENTS // logits.shape[1])
     starts = range(0, max(1, len(logits)), few)
     parts = [_logprobs(logits[i : i + few], tokens[i : i + few], k) for i in starts]
