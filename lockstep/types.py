@@ -1,5 +1,5 @@
-"""The frozen values that everybody shares: what a KV group is, how a layer scores (both come from
-the model at load), and how an error reads. No torch, no numpy."""
+"""Frozen values that every module shares: what a KV group is and how a layer scores (both taken
+from the model at load), KV formats, and errors. Imports neither torch nor numpy."""
 
 import math
 import operator
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 INT32_MAX = 2**31 - 1
-OUR_BUG = "This is a bug in Lockstep: please report it"  # the remedy, where no user is at fault
+OUR_BUG = "This is a bug in Lockstep: please report it"  # the remedy where the user is not at fault
 
 
 class RuleError(ValueError):
-    """A user's error: the rule, what was given, and what to do about it."""
+    """A user's error: the rule, the value that breaks it, and the remedy."""
 
     def __init__(self, rule: str, got: str, remedy: str) -> None:
         end = "" if remedy.endswith("?") else "."
@@ -27,7 +27,7 @@ class RuleError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A user's value in an error, on one line: its repr, cut, or its type if it has none."""
+    """Formats a value for an error, on one line: its repr, shortened, or its type if that fails."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # an integer that Python refuses to print
@@ -38,13 +38,13 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a word that is not among those known: the nearest, if one is near."""
+    """Returns the remedy for an unknown word: the nearest known one if any is near."""
     close = get_close_matches(word, list(known), 1, cutoff=0.5)
     return f"Did you mean {close[0]}?" if close else otherwise
 
 
 def with_fields(kind: type[T], given: Mapping[str, Any], what: str) -> T:
-    """A dataclass from its fields by name; a name that it does not have is refused."""
+    """Makes a dataclass from its fields by name; raises RuleError for an unknown name."""
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in known:
@@ -54,7 +54,7 @@ def with_fields(kind: type[T], given: Mapping[str, Any], what: str) -> T:
 
 
 def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
-    """A whole number in [low, high], of any integer type; a bool is none, and neither is 1.0."""
+    """Returns `value` as an int in [low, high]. Takes any integer type, but no bool and no 1.0."""
     try:
         result = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -73,7 +73,7 @@ class OutOfPages(RuleError):
 
 
 class Refused(RuleError):
-    """A backend that cannot do what the model needs."""
+    """A backend or device that cannot be loaded, or cannot do what the model needs."""
 
 
 class Layout(StrEnum):
@@ -86,12 +86,12 @@ class Layout(StrEnum):
 
 
 class KvFormat(NamedTuple):
-    """How a number of the cache is stored."""
+    """How one number of the cache is stored."""
 
-    code: int  # what kernels know the format by
-    nbytes: int  # of a number
+    code: int  # identifies the format in kernels
+    nbytes: int  # bytes per number
     torch_name: str  # the dtype's name in torch
-    largest: float | None = None  # values are clamped to ± this; None: none is too large
+    largest: float | None = None  # values are clamped to ± this; None: no such limit
 
 
 KV_FORMATS = {
@@ -103,7 +103,7 @@ KV_FORMATS = {
 
 
 class Choice(NamedTuple):
-    """Something chosen once, and why."""
+    """What was chosen at start, and the reason, which is printed."""
 
     name: str
     reason: str
@@ -115,9 +115,9 @@ class AttnSpec:
 
     scale: float
     soft_cap: float | None = None  # a score becomes cap * tanh(score / cap)
-    sinks: tuple[float, ...] | None = None  # a logit per query head, in the denominator once a row
+    sinks: tuple[float, ...] | None = None  # a logit per query head, once in a row's denominator
     k_scale: float = 1.0
-    v_scale: float = 1.0  # the stored V times this is V
+    v_scale: float = 1.0  # V = v_scale * stored V
 
     def __post_init__(self) -> None:
         for name in ("scale", "soft_cap", "k_scale", "v_scale"):

@@ -1,9 +1,9 @@
 """The cache on a device: how many pages each group gets, storages, and their only two writers,
 `write` and `move`.
 
-Who writes also says what to read: `keys(layer, k, v)` of a group's view. Backends never write. The
-bytes of a group have one formula: exactly these shapes are allocated, padding included; the
-arithmetic is printed as it is done.
+The writer also returns what to read: `keys(layer, k, v)` of a group's view. Backends never write.
+The bytes of a group have one formula: exactly these shapes are allocated, padding included, and the
+arithmetic is printed at start.
 """
 
 import gc
@@ -23,12 +23,12 @@ from lockstep.plan.image import PlanArrays
 from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
 Allocate = Callable[..., Tensor]  # shape, dtype=, device=
-FRACTIONS = (0.3, 0.8)  # of the free memory, for the cache: of a machine's, of a GPU's
+FRACTIONS = (0.3, 0.8)  # of the machine's, of a GPU's free memory: the default size of the cache
 
 
 class Keys(NamedTuple):
     """What a layer attends to: k kv_dtype [slots, kv_heads, d_qk], v kv_dtype [slots, kv_heads,
-    d_v], as stored; a latent group's v is a view of k. A kernel may read memory behind the last
+    d_v], as stored; a latent group's v is a view of k. A kernel may read memory past the last
     column, up to `order.stored_len` of the head size: zeros in k, any finite numbers in v."""
 
     k: Tensor
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
-    """[slots, kv_heads, columns as stored] of one layer's K and V, of its latent rows, or none."""
+    """Returns [slots, kv_heads, stored columns] of a layer's K and V, of its latent rows, or ()."""
     slots = num_pages * spec.page_size
     if spec.layout is Layout.FRESH:
         return ()
@@ -45,13 +45,13 @@ def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int
 
 
 def slot_bytes(spec: GroupSpec) -> int:
-    """Bytes of one token in one layer of the group."""
+    """Returns the bytes of one token in one layer of the group."""
     numbers = sum(heads * d for _, heads, d in storage_shapes(spec, 1))
     return numbers * KV_FORMATS[spec.kv_dtype].nbytes
 
 
 def group_bytes(spec: GroupSpec, num_pages: int) -> int:
-    """Bytes of the group's pool, all layers, null page included."""
+    """Returns the bytes of the group's pool, all layers, null page included."""
     return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
 
 
@@ -64,7 +64,7 @@ def free_bytes() -> int:
 
 
 def check_fits(needed_bytes: int, what: str, there: int) -> None:
-    """Raises unless the `there` bytes of a machine's or a device's memory could hold so many."""
+    """Raises unless `needed_bytes` fit into `there` bytes, all the memory of machine or device."""
     if needed_bytes > there:
         rule = f"the cache fits into the {there:,} B of this machine's memory"
         got = f"{needed_bytes:,} B for {what}"
@@ -74,11 +74,11 @@ def check_fits(needed_bytes: int, what: str, there: int) -> None:
 def cache_size(
     specs: Sequence[GroupSpec], config: EngineConfig, context_length: int, device: torch.device
 ) -> tuple[tuple[int, ...], str]:
-    """The largest cache that the budget allows and that all running requests could fill: pages per
-    group (0 for a fresh one), and the arithmetic as text. A full group needs a slot per cached key;
-    a window group, per running request, what its window still sees plus what a step adds."""
+    """Returns the largest cache that the budget allows and that the running requests could fill:
+    pages per group (0 for a fresh one), and the arithmetic as text. A full group needs a slot per
+    cached key; a window group, per running request, its window's keys plus what a step adds."""
     gpu = device.type == "cuda"
-    if gpu:  # what an engine before has left goes first, though it was frozen
+    if gpu:  # free what an earlier engine left, even if gc had frozen it
         gc.unfreeze()
         gc.collect()
     free, there = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
@@ -100,7 +100,7 @@ def cache_size(
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
-    """Pages of one group, null page included, for `tokens` cached keys."""
+    """Returns the pages of one group, null page included, for `tokens` cached keys."""
     if spec.layout is Layout.FRESH:
         return 0
     return peak_pages(spec, tokens, config.chunked_prefill_size, config.max_running_requests) + 1
@@ -111,14 +111,14 @@ def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -
 
 
 def padding(spec: GroupSpec) -> str:
-    """Which head sizes are stored wider than they are, in words; "" if none is."""
+    """Returns a text that names the head sizes stored with padding; "" if there are none."""
     sizes = dict.fromkeys((spec.d_qk,) if spec.layout is Layout.LATENT else (spec.d_qk, spec.d_v))
     wider = [f"{d} stored as {stored_len(d)}" for d in sizes if stored_len(d) != d]
     return f", heads of {' and '.join(wider)}" if wider else ""
 
 
 def arithmetic(groups: Sequence[tuple[GroupSpec, int]]) -> str:
-    """The memory of groups of so many pages, a line each and a sum, as it is printed at start."""
+    """Returns the memory of (group, pages) pairs, a line each and the sum, as printed at start."""
     lines, total = [], 0
     for spec, pages in groups:
         window = f" window {spec.window}" if spec.window else ""
@@ -131,7 +131,7 @@ def arithmetic(groups: Sequence[tuple[GroupSpec, int]]) -> str:
 
 
 class Pool:
-    """The storages of one group. The null page is zero at start; no other is read unwritten."""
+    """The storages of one group. The null page is zero at start; others are written, then read."""
 
     def __init__(
         self, spec: GroupSpec, num_pages: int, ops: Ops, allocate: Allocate = torch.empty
@@ -156,7 +156,7 @@ class Pool:
         return self._keys[layer]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores this step's K and V rows; of a latent group k is the whole row."""
+        """Stores this step's K and V rows; in a latent group k is the whole row."""
         attn = self.spec.layers[layer]
         rows = ((k, attn.k_scale), (v, attn.v_scale))
         for storage, (values, scale) in zip(self.storages[layer], rows, strict=False):
@@ -179,7 +179,7 @@ class KvWriter:
         self.pool.move(self.views.moves)
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
-        """Writes this step's rows, None where it writes nothing, then names the cache."""
+        """Writes this step's rows (None if it writes none), then returns the layer's cache."""
         count = self.slots.shape[0]
         if count:
             if k is None or v is None or k.shape[0] != count:
@@ -193,10 +193,10 @@ class UncachedKv:
     """A fresh group during one step: nothing to write, nothing old to read."""
 
     def relocate(self) -> None:
-        """A fresh group moves nothing."""
+        """Does nothing: a fresh group has no moves."""
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
-        """This step's own rows, in memory of the stored width."""
+        """Returns this step's own rows, in memory of the stored width."""
         if k is None or v is None:
             rule = "the keys of a fresh group are this step's rows"
             raise RuleError(rule, "None", "Pass k and v")
@@ -204,13 +204,13 @@ class UncachedKv:
 
 
 def widened(rows: Tensor, columns: int) -> Tensor:
-    """[T, heads, d] with columns of zeros behind its own, `columns` in all."""
+    """Returns [T, heads, columns]: rows [T, heads, d] padded with columns of zeros."""
     missing = columns - rows.shape[2]
     return F.pad(rows, (0, missing)) if missing else rows
 
 
 def in_stored_memory(rows: Tensor) -> Tensor:
-    """The same rows, with the zeros in memory that a kernel may read behind every head."""
+    """Returns the same rows, in memory with the zeros that a kernel may read past every head."""
     d = rows.shape[2]
     return rows if stored_len(d) == d else widened(rows, stored_len(d))[..., :d]
 
@@ -225,5 +225,5 @@ def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | Un
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers where torch cannot index the type itself."""
+    """Returns the same memory, as uint8 where torch cannot index the dtype itself."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -2,10 +2,10 @@
 
 A node is one block of `unit` tokens, the least common multiple of the page sizes, so that it owns
 whole pages in every group; window groups may have lost the first of them, or all. Children are
-found by the ids themselves: equal hashes are not enough. A page that a request holds too is not
-evicted, nor a node where a request is; the least recently used goes first.
+found by the ids themselves: equal hashes are not enough. Pages that requests hold and locked nodes
+are not evicted; the least recently used go first.
 
-Knows tokens and pages, no request: the scheduler calls `match` at its first step, then `insert`.
+Knows tokens and pages, no request: the scheduler calls `match` once, then `insert` as it commits.
 """
 
 import math
@@ -22,7 +22,7 @@ Ids = tuple[int, ...]
 
 
 class Root(NamedTuple):
-    """What keys depend on besides the tokens before them: requests share nothing across roots."""
+    """What keys depend on besides the tokens before them. No pages are shared across roots."""
 
     tenant: str = ""
     encoder_ids: Ids = ()
@@ -30,13 +30,13 @@ class Root(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """Tokens after a block that its keys depend on: a draft's key at i is of token i+1 too."""
+        """Tokens after a block that its keys depend on too: a draft's key at i uses token i+1."""
         return int(self.draft)
 
 
 class Node:
-    """The positions [end - unit, end) behind one path of tokens, and their last pages per group,
-    but for a draft's groups where the root has no draft. At end 0 stand the roots, below the top,
+    """Positions [end - unit, end) of one path of tokens, and their last pages per group; none in a
+    draft model's groups if the root has no draft. Roots have end 0; their parent is the top node,
     which is its own parent."""
 
     __slots__ = ("children", "end", "key", "locks", "pages", "parent", "root")
@@ -46,27 +46,27 @@ class Node:
         self.root: Root = key if isinstance(key, Root) else self.parent.root
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.children: dict[Ids | Root, Node] = {}
-        self.locks = 0  # requests that are here
+        self.locks = 0  # requests whose keys are in the tree up to this node
 
 
 class Prefix:
-    """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages. How
-    far a request's keys are in the tree is a locked node, from `match` until `close`."""
+    """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages. From
+    `match` until `close` a request locks the node up to which its keys are in the tree."""
 
     def __init__(self, groups: CacheGroups) -> None:
         self.specs, self.pools, self.drafts = groups.specs, groups.pools, groups.drafts
         self.groups = {g: pool for g, pool in groups.cached if g in groups.stored}
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
         self._top = Node(None, Root(), 0, len(self.specs))
-        self._top.locks = 1  # and stays
-        # nodes with pages, oldest first
+        self._top.locks = 1  # never removed
+        # nodes with pages, least recently used first
         self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}
 
     def match(
         self, root: Root, ids: Sequence[int], table: PageTable, limit: int | None = None
     ) -> Node:
-        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long. The
-        last token is never matched: somebody has to compute it."""
+        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and
+        returns its node, locked. The last token is never matched: its logits must be computed."""
         top = self._child(self._top, root, 0)
         last = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         end = self._longest(top, root.ahead, ids, last)
@@ -76,8 +76,8 @@ class Prefix:
         return self.lock(end)
 
     def insert(self, node: Node, ids: Sequence[int], table: PageTable, committed_len: int) -> Node:
-        """Makes the whole blocks below `committed_len` matchable, and returns the last. Where the
-        tree has a page already, the table takes that one; what the tree lost it adopts."""
+        """Makes the whole blocks below `committed_len` matchable; moves the lock from `node` to the
+        last, and returns it. The table takes the tree's pages, and the tree those that it lacks."""
         if table.pending:
             rule = "only keys that are in place are cached"
             raise RuleError(rule, "moves still pending", "Insert after the step that carries them")
@@ -90,23 +90,23 @@ class Prefix:
         return self.lock(node)
 
     def lock(self, node: Node) -> Node:
-        """One request more is here."""
+        """Adds a request's lock to `node` and returns it."""
         node.locks += 1
         return node
 
     def close(self, node: Node) -> None:
-        """The request left: its blocks stay, as the most recently used."""
+        """Removes a request's lock. Its blocks stay, as the most recently used."""
         node.locks -= 1
         self._touch(node)
         self._prune(node)
 
     def available(self, g: int) -> int:
-        """Pages of group g that could be taken if all that only the tree holds were evicted."""
+        """Returns the pages of group g that are free or could be evicted: the tree's alone."""
         pool = self.pools[g]
         return pool.free + pool.idle if pool is not None else 0
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evicts until `needs[g]` pages are free in every group; if that cannot be, nothing."""
+        """Evicts until each group has `needs[g]` free pages. If it cannot: nothing, and False."""
         if any(need > self.available(g) for g, need in enumerate(needs)):
             return False
         for g, pool in self.groups.items():
@@ -115,19 +115,19 @@ class Prefix:
         return True
 
     def evict(self, g: int, count: int) -> int:
-        """Frees `count` pages of group g or more, if it can, the oldest first. Returns how many."""
+        """Frees `count` or more pages of group g if possible, oldest first. Returns how many."""
         pool, order = self.groups[g], self._order[g]
         before, passed = pool.free, 0
         while pool.free - before < count and passed < len(order):
             node = next(iter(order))
             passed = 0 if self._drop(node, g) else passed + 1
             if node in order:
-                order.move_to_end(node)  # in use, or above what is in use: not the oldest after all
+                order.move_to_end(node)  # in use, or an ancestor of a node in use: not the oldest
         return pool.free - before
 
     def check(self, tables: Iterable[PageTable] = ()) -> None:
-        """free + cached + held = all: every hold is the tree's or that of one of all `tables`, and
-        the tree's orders, marks and links tell one story."""
+        """Raises unless free + cached + held = all: every hold is the tree's or that of one of all
+        `tables`, and the tree's orders, kept pages and links agree."""
         tables, nodes = list(tables), [self._top]
         for node in nodes:  # grows while it is read
             nodes += node.children.values()
@@ -162,9 +162,9 @@ class Prefix:
         return node.children[key]
 
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
-        """The deepest node, ending at or below `last`, whose windows [end-w+1, end) are whole."""
+        """Returns the deepest usable node up to `last`: its windows [end-w+1, end) have no gaps."""
         best = node = top
-        # per window group, from where on to the end of the node its pages are all there
+        # per window group, the position from which on to the node's end no page is missing
         since = {g: 0 for g in self._groups_of(top) if self.specs[g].window is not None}
         while node.end + self.unit <= last:
             child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
@@ -180,12 +180,12 @@ class Prefix:
         return best
 
     def _groups_of(self, node: Node) -> list[int]:
-        """Where such nodes have pages."""
+        """Returns the groups in which nodes below the node's root have pages."""
         return [g for g in self.groups if node.root.draft or g not in self.drafts]
 
     def _hand_over(self, end: Node, g: int, table: PageTable) -> None:
-        """The table gets what a row at `end.end` can see: all pages, or those of the window."""
-        size, node, pages = self.specs[g].page_size, end, list[int]()  # the last one first
+        """Gives `table` the pages that a row at `end.end` can see: all, or those of the window."""
+        size, node, pages = self.specs[g].page_size, end, list[int]()  # last page first
         first = keep_from(self.specs[g], end.end) // size * size
         while node.end > first:
             count = (node.end - max(first, node.parent.end)) // size
@@ -194,7 +194,7 @@ class Prefix:
         table.adopt(g, pages[::-1], first)
 
     def _merge(self, node: Node, g: int, table: PageTable) -> None:
-        """The tree's pages stay, the table's duplicates go, what it alone has is the tree's too."""
+        """Replaces the table's duplicates by the tree's pages; the tree keeps those it lacked."""
         have = node.pages[g]
         missing = table.merge(g, node.end - self.unit, node.end, have)
         if missing:
@@ -205,7 +205,7 @@ class Prefix:
                 self._order[g].move_to_end(node)
 
     def _touch(self, end: Node) -> None:
-        """Used now, parents last, as the youngest; of a window group only what a row here sees."""
+        """Marks `end` and its ancestors as used now, parents last; of windows only what is seen."""
         keep, node = {g: keep_from(self.specs[g], end.end) for g in self.groups}, end
         while node.end:
             for g, order in self._order.items():
@@ -214,7 +214,7 @@ class Prefix:
             node = node.parent
 
     def _drop(self, node: Node, g: int) -> bool:
-        """Lets go, for group g, of an unlocked leaf, or else of pages that no request holds."""
+        """Removes an unlocked leaf, or else drops a window's pages up to the last idle one."""
         if not node.children and not node.locks:
             self._remove(node)
             self._prune(node.parent)
@@ -223,11 +223,11 @@ class Prefix:
             return False
         pool, pages = self.groups[g], node.pages[g]
         idle = [k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]]
-        self._lose(node, g, max(idle, default=0))  # and what lies before them
+        self._lose(node, g, max(idle, default=0))  # and all pages before it
         return bool(idle)
 
     def _lose(self, node: Node, g: int, count: int) -> None:
-        """The first `count` pages of a node leave the tree."""
+        """Removes the first `count` pages of a node's group g from the tree."""
         gone, node.pages[g] = node.pages[g][:count], node.pages[g][count:]
         self.groups[g].drop(gone)
         if not node.pages[g]:
@@ -239,7 +239,7 @@ class Prefix:
         del node.parent.children[node.key]
 
     def _prune(self, node: Node) -> None:
-        """Leaves where no match can end are of no use: out with them, from here upwards."""
+        """Removes leaves at which no match can end, from `node` upwards."""
         while self._useless(node):
             self._remove(node)
             node = node.parent

@@ -1,9 +1,9 @@
-"""Pages with reference counts, and a request's pages in every group: adopt cached ones, reserve
-before a step, release behind the window, fork a second continuation.
+"""Pages with reference counts, and a request's pages in every group: adopt cached pages, reserve
+before a step, release what has left the window, fork a second continuation.
 
-Page 0 is the null page: padding lives there, it is never handed out. A page is free, or held
-`refs[page]` times, `kept[page]` of them by the prefix tree; if only by that, it is idle. Groups
-have pools of their own; all groups succeed or none does. Host only; `plan.build` takes `pages(g)`.
+Page 0 is the null page: it holds padding and is never handed out. A page is free, or has
+`refs[page]` holds, of which the prefix tree has `kept[page]`; a page that the tree alone holds is
+idle. Each group has a pool of its own. Host only; `plan.build` takes what `pages(g)` returns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ NULL_PAGE = 0
 
 
 class PagePool:
-    """`take` fresh pages or one more hold on given ones, `give` holds back."""
+    """`take` free pages, `share` those that are held already, `give` holds back."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -32,8 +32,8 @@ class PagePool:
         self.refs = np.zeros(num_pages, np.int32)
         self.refs[NULL_PAGE] = 1
         self.kept = np.zeros(num_pages, np.int32)
-        self.idle = 0  # pages that nobody but the tree holds
-        # the same numbers: one of them is read much faster this way
+        self.idle = 0  # pages that the prefix tree alone holds
+        # the same memory: reading a single entry is much faster this way
         self._holds, self._kept = self.refs.data, self.kept.data
         self._free = list(range(num_pages - 1, 0, -1))
 
@@ -42,7 +42,7 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages that nobody holds, each held once now; all or none."""
+        """Returns `count` free pages, each with one hold now; OutOfPages if there are fewer."""
         if count > len(self._free):
             rule = f"{len(self._free)} of {self.num_pages - 1} pages are free"
             got = f"a request for {count}"
@@ -53,7 +53,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more hold on each page; each must be held already."""
+        """Adds one hold to each page; each must be held already."""
         holds = self._holds
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
@@ -63,7 +63,7 @@ class PagePool:
             holds[page] += 1
 
     def give(self, pages: Iterable[int]) -> list[int]:
-        """One hold fewer on each page; returns those that nobody holds any more: they are free."""
+        """Removes one hold from each page; returns the pages that are free now."""
         freed, holds = [], self._holds
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
@@ -78,7 +78,7 @@ class PagePool:
         return freed
 
     def keep(self, pages: Sequence[int]) -> None:
-        """The tree's hold on pages that somebody holds."""
+        """Adds the prefix tree's hold to pages that are held already."""
         self.share(pages)
         for page in pages:
             self._kept[page] += 1
@@ -93,7 +93,7 @@ class PagePool:
         self.give(pages)
 
     def check(self) -> None:
-        """free + held = all, no page is both, and the idle ones are counted right."""
+        """Raises unless free + held = all, no page is both, and `idle` counts the idle pages."""
         held = int(np.count_nonzero(self.refs)) - 1
         idle = int(np.count_nonzero((self.kept > 0) & (self.kept == self.refs)))
         if idle != self.idle:
@@ -104,12 +104,12 @@ class PagePool:
             raise RuleError("every page is free or held, never both", got, OUR_BUG)
 
 
-Pools = Sequence[PagePool | None]  # one per group; a group without a pool keeps nothing
+Pools = Sequence[PagePool | None]  # one per group; None: nothing of the group is cached
 
 
 @dataclass(frozen=True, eq=False)
 class CacheGroups:
-    """The groups of an engine and their pages; `drafts` are a draft model's."""
+    """The groups of an engine and their pools; `drafts` are the numbers of a draft model's."""
 
     specs: Sequence[GroupSpec]
     pools: Pools
@@ -121,13 +121,13 @@ class CacheGroups:
 
     @cached_property
     def stored(self) -> list[int]:
-        """Those that grow with the request."""
+        """The cached groups that grow with the request: all but cross groups."""
         return [g for g, _ in self.cached if self.specs[g].layout is not Layout.CROSS]
 
 
 class PageTable:
     """The pages of one request. `reserve` before a step, `release` after it, `close` at the end.
-    Of a draft model's keys, which may lag behind the target's, those below `draft_len` exist."""
+    A draft model may have fewer keys than the target: those of positions below `draft_len`."""
 
     def __init__(self, groups: CacheGroups) -> None:
         self.groups, self.specs, self.pools = groups, groups.specs, groups.pools
@@ -136,20 +136,20 @@ class PageTable:
 
     def _empty(self) -> None:
         self._own = [RequestPages() for _ in self.specs]
-        self.draft_state: Any = None  # what a draft keeps for the keys behind `draft_len`
-        # the parent's pages that a fork's pending moves read: held until then
+        self.draft_state: Any = None  # what a draft model needs for its keys from `draft_len` on
+        # the parent's pages that a fork's pending moves read: held until they are done
         self._sources: list[list[int]] = [[] for _ in self.specs]
-        # what `views` answered last, until something changes
+        # what `views` has returned since the last change
         self._views: dict[tuple[int, ...], tuple[RequestPages | None, ...]] = {}
-        self.pending = False  # keys are still to be moved to their places by the next step
+        self.pending = False  # whether the next step has keys to move to their places
 
     def _set(self, g: int, own: RequestPages) -> None:
-        """Group g has these from now on."""
+        """Replaces the pages of group g."""
         self._own[g] = own
         self._views.clear()
 
     def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
-        """Group g starts with cached pages of the positions from `first_pos` on, and holds them."""
+        """Starts group g with cached `pages`, for positions from `first_pos` on, and holds them."""
         pool = self.pools[g]
         if pool is None or len(self._own[g].page_ids) or first_pos % self.specs[g].page_size:
             rule = "an empty table adopts whole cached pages"
@@ -159,8 +159,8 @@ class PageTable:
         self._set(g, RequestPages(ints(pages), first_pos))
 
     def merge(self, g: int, begin: int, end: int, pages: list[int]) -> list[int]:
-        """The cached `pages` of the last page-aligned positions of [begin, end) replace the
-        request's own, which go back. Returns those before them, which it alone has."""
+        """Replaces the request's pages of positions [begin, end) with the cached `pages`, which
+        cover the end of that range, and gives its own back. Returns its pages before these."""
         pool, size, (page_ids, first, _, _) = self.pools[g], self.specs[g].page_size, self._own[g]
         at, until = (max(0, p - first) // size for p in (begin, end))
         own: list[int] = page_ids[at:until].tolist()
@@ -175,7 +175,7 @@ class PageTable:
         return own[:alone]
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
-        """Pages for so many keys, nodes and encoder keys: in all groups or none (OutOfPages)."""
+        """Takes the pages that these lengths still need, in all groups or in none (OutOfPages)."""
         taken: list[tuple[int, PagePool, int, list[int]]] = []
         try:
             for g, pool in self.groups.cached:
@@ -193,11 +193,11 @@ class PageTable:
             self._set(g, RequestPages(page_ids, own.first_pos, scratch_ids, own.moves))
 
     def needs(self, kv_len: int, nodes: int = 0) -> list[int]:
-        """Pages that such a reservation would take, per group."""
+        """Returns the number of pages, per group, that such a `reserve` would take."""
         return [sum(self._need(g, kv_len, nodes, 0)) for g in range(len(self.specs))]
 
     def room(self, g: int, more_pages: int = 0) -> int:
-        """Keys that group g could hold with so many pages more."""
+        """Returns the kv_len that group g's pages and `more_pages` more would cover."""
         own = self._own[g]
         return own.first_pos + (len(own.page_ids) + more_pages) * self.specs[g].page_size
 
@@ -212,7 +212,7 @@ class PageTable:
         return max(0, pages), max(0, scratch)
 
     def release(self, committed_len: int) -> None:
-        """Drops pages that no row from `committed_len` on sees."""
+        """Gives back pages that no row from `committed_len` on sees."""
         for g, pool in self.groups.cached:
             spec, (page_ids, first, scratch, moves) = self.specs[g], self._own[g]
             hidden_len = keep_from(spec, self._len(g, committed_len)) - first
@@ -223,8 +223,8 @@ class PageTable:
                 pool.give(page_ids[:count].tolist())
 
     def fork(self, committed_len: int) -> "PageTable":
-        """A second continuation of the first `committed_len` keys: whole pages are shared, the
-        partial last one is moved into its own, and held until then: the parent may end before."""
+        """Returns a second continuation of the first `committed_len` keys: whole pages are shared,
+        the partial last one is moved to a new page, and held until then in case the parent ends."""
         if self.pending:
             rule = "a request is forked when its keys are in place"
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
@@ -251,23 +251,23 @@ class PageTable:
         return child
 
     def move(self, g: int, sources: Ints, positions: Ints) -> None:
-        """The keys in these slots belong to these positions."""
+        """Has the next step move the keys in slots `sources` to those of `positions`."""
         moves = np.stack((sources, self.slots(g, positions)), 1)
         self._set(g, self._own[g]._replace(moves=joined(self._own[g].moves, moves)))
         self.pending = self.pending or len(moves) > 0
 
     def _fork_len(self, g: int, committed_len: int) -> int:
-        """Keys of group g that a fork sees. An encoder is read only: all its pages are shared."""
+        """Returns the keys of group g that a fork sees: of an encoder, which is read only, all."""
         if self.specs[g].layout is Layout.CROSS:
             return self.room(g)
         return self._len(g, committed_len)
 
     def _len(self, g: int, committed_len: int) -> int:
-        """Keys of group g that are there, if so many are committed."""
+        """Returns the keys of group g that exist when `committed_len` are committed."""
         return min(committed_len, self.draft_len) if g in self.groups.drafts else committed_len
 
     def fork_needs(self, committed_len: int) -> list[int]:
-        """Pages that a fork would take, per group."""
+        """Returns the number of pages, per group, that a fork would take."""
         needs = [0] * len(self.specs)
         for g in self.groups.stored:
             shared = self._fork_len(g, committed_len) // self.specs[g].page_size
@@ -275,29 +275,29 @@ class PageTable:
         return needs
 
     def accept(self, committed_len: int, nodes: Sequence[int]) -> None:
-        """The path `nodes` is committed: its keys move from scratch to where they belong before the
-        next step's write. A draft model computes its own anew."""
+        """Commits the accepted path `nodes`: its keys move from scratch to their positions before
+        the next step's write. A draft model computes its keys again instead."""
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
         for g in self.groups.stored:
             if g not in self.groups.drafts:
                 self.move(g, build.node_slots(self.specs[g], self._own[g], ints(nodes)), positions)
 
     def held(self, g: int) -> list[int]:
-        """Every hold of this table on pages of group g, one entry per hold."""
+        """Returns the pages of group g that this table holds, one entry per hold."""
         return [*self._own[g].page_ids.tolist(), *self._own[g].scratch.tolist(), *self._sources[g]]
 
     def pages(self, g: int) -> RequestPages | None:
-        """The request's pages in group g, as a plan takes them."""
+        """Returns the request's pages in group g as a plan takes them; None if it is not cached."""
         return self._own[g] if self.pools[g] is not None else None
 
     def views(self, groups: tuple[int, ...]) -> tuple[RequestPages | None, ...]:
-        """`pages` of several groups: the same value until something changes."""
+        """Returns `pages` of several groups: the same object until something changes."""
         if groups not in self._views:
             self._views[groups] = tuple([self.pages(g) for g in groups])
         return self._views[groups]
 
     def moved(self, groups: Sequence[int] | None = None) -> None:
-        """A step of these groups, or of all, carried their moves."""
+        """Clears the moves of these groups, or of all: a step has carried them out."""
         for g, pool in self.groups.cached if self.pending else ():
             if groups is None or g in groups:
                 pool.give(self._sources[g])
@@ -306,20 +306,20 @@ class PageTable:
         self.pending = self.pending and any(len(own.moves) for own in self._own)
 
     def drop_scratch(self) -> None:
-        """A plain step has been launched behind the tree's moves: nobody reads its nodes again."""
+        """Gives scratch pages back, once a step after the tree's moves is launched."""
         for g, pool in self.groups.cached:
             if len(self._own[g].scratch):
                 pool.give(self._own[g].scratch.tolist())
                 self._set(g, self._own[g]._replace(scratch=NO_PAGES))
 
     def slots(self, g: int, positions: Ints) -> Ints:
-        """Where positions of this request lie in group g's pool."""
+        """Returns the slots of this request's positions in group g's pool."""
         page_ids, first, _, _ = self._own[g]
         table, size = (page_ids, np.zeros(2, np.int32), ints([first])), self.specs[g].page_size
         return np.asarray(address.paged(*table, size, 0, positions), np.int32)
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives all pages back."""
         for g, pool in self.groups.cached:
             pool.give(self.held(g))
         self._empty()
@@ -330,9 +330,9 @@ def pages_for(keys: int, spec: GroupSpec) -> int:
 
 
 def peak_pages(spec: GroupSpec, keys: int, step_len: int, requests: int = 1) -> int:
-    """The most pages that requests of `keys` keys in all hold if steps add at most `step_len` rows.
-    Behind a window one that grows by s rows holds [keep_from(c), c + s): at most
-    (window - 1 + s + page_size - 2) // page_size + 1."""
+    """Returns the most pages that `requests` with `keys` keys in all hold if a step adds at most
+    `step_len` rows. With a window, one that grows by s rows from c on holds [keep_from(c), c + s):
+    at most (window - 1 + s + page_size - 2) // page_size + 1 pages."""
     if spec.window is None:
         return pages_for(keys, spec)
     slots = requests * (spec.window + 2 * spec.page_size - 3) + step_len
@@ -340,10 +340,10 @@ def peak_pages(spec: GroupSpec, keys: int, step_len: int, requests: int = 1) -> 
 
 
 def keep_from(spec: GroupSpec, committed_len: int) -> int:
-    """The first position that the next row, at `committed_len`, can see."""
+    """Returns the first position that the next row, at `committed_len`, can see."""
     return max(0, committed_len - spec.window + 1) if spec.window is not None else 0
 
 
 def shared_pages(spec: GroupSpec, pages: list[int], first_pos: int, length: int) -> list[int]:
-    """The pages of a parent wholly below `length`: the only ones that two requests may hold."""
+    """Returns a parent's pages wholly below `length`: only these may be shared by two requests."""
     return pages[: max(0, length - first_pos) // spec.page_size]

@@ -1,7 +1,7 @@
-"""Where a key lives, and from where on a row sees keys: the one such formula of the code base.
+"""Where a key is stored, and where a row's window begins: the only such formulas of the code base.
 
-Write slots, read addresses, moves, windows and the CPU kernels all come from these lines; the
-kernels compile this very text. A slot is one token's place in a pool. Scalars or integer arrays.
+Write slots, read addresses, moves and windows all use these functions, and the CPU kernels compile
+them. A slot is one token's place in a pool. Arguments are scalars or integer arrays.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 def paged(
     page_ids: Any, page_indptr: Any, first_pos: Any, page_size: Any, request: Any, p: Any
 ) -> Any:
-    """Slot of position `p` of `request`, taken from its pages. `first_pos[request] <= p`."""
+    """Returns the slot of position `p` through `request`'s page table; first_pos[request] <= p."""
     return (
         page_ids[page_indptr[request] + (p - first_pos[request]) // page_size] * page_size
         + p % page_size
@@ -18,10 +18,10 @@ def paged(
 
 
 def listed(tail_slots: Any, tail_indptr: Any, start: Any, row: Any, p: Any) -> Any:
-    """Slot of position `p` as `row` names it. `start[row] <= p <= position of row`."""
+    """Returns the slot of position `p` in `row`'s slot list; start[row] <= p <= row's position."""
     return tail_slots[tail_indptr[row] + p - start[row]]
 
 
 def first_seen(hi: Any, window: Any) -> Any:
-    """The first position that a row sees, of those below `hi`: that of its last `window` keys."""
+    """Returns the first position that a row sees if it sees the last `window` ones below `hi`."""
     return (hi - window) * (hi > window)

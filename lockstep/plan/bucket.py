@@ -1,7 +1,7 @@
-"""Padding is data: a plan is brought to a bucket's shape by ordinary requests that live in page 0.
+"""Padding is data: ordinary requests, whose only page is page 0, give a plan its bucket's shape.
 
-A pad request holds token 0 at positions 0...n-1, in page 0 (the null page) over and over; it reads
-only what this step wrote. No kernel asks whether a row is real.
+A pad request has token 0 at positions 0...n-1, and page 0 (the null page) for each of its pages; it
+reads only what this step wrote. No kernel tests whether a row is real.
 """
 
 from bisect import bisect_left
@@ -19,39 +19,39 @@ DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a re
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes a runner may use: rows, requests and emitted rows are rounded up to a grid each,
-    that of the rows where none is named, more emits to multiples of its last size; page tables,
-    lists and moves to powers of two."""
+    """The shapes a runner may use. Rows, requests and emits are rounded up to a grid of sizes each
+    (by default that of the rows), emits above it to multiples of its last size; page tables, lists
+    and moves to powers of two."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...] | None = None
     emits: tuple[int, ...] | None = None
-    # if any, only steps of so many rows of every request are padded: that decode, draft and verify
+    # if not empty, the only rows per request with which steps are padded: decode, draft, verify
     widths: tuple[int, ...] = ()
-    request_pages: int = 0  # room of their page tables a request: growing ones stay in one bucket
-    most_pages: int = 0  # and at most
+    request_pages: int = 0  # least page table room per request: growing tables keep their bucket
+    most_pages: int = 0  # bound of this room for all requests together
 
     @classmethod
     def for_decoding(
         cls, most: int, request_pages: int, most_pages: int, widths: tuple[int, ...] = (1,)
     ) -> Self:
-        """For decoding steps of up to `most` requests: few sizes, each worth a graph."""
+        """Makes buckets for decoding up to `most` requests: few sizes, each worth a graph."""
         end = next((n for n in DECODING if n >= most), -(-most // DECODING[-1]) * DECODING[-1])
         sizes = (*(n for n in DECODING if n < most), end)
         return cls(sizes, widths=widths, request_pages=request_pages, most_pages=most_pages)
 
     def fit(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
+        """Returns the smallest bucket for `plan`, with a pad request if there is a pad row."""
         real, exact = plan.real, plan.bucket
         alike = exact.width in (self.widths or (1,)) or real.requests > 1
         width = exact.width if alike else 0
         requests = self._round(real.requests, "requests") if width else 0
-        tokens = requests * width  # decoding, verifying: so many rows per request, pads too
+        tokens = requests * width  # decode and verify: `width` rows per request, pad ones included
         if not width or (tokens > self.tokens[-1] and width not in self.widths):
             width = 0
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
-        every = width in self.widths and real.emits == real.tokens  # verifying: all rows
+        every = width in self.widths and real.emits == real.tokens  # verify: every row emits
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
         pages = [0] * len(plan.groups)
         for g, group in enumerate(plan.groups):
@@ -86,12 +86,12 @@ class Buckets:
 
 
 def pad_lens(tokens: int, requests: int) -> Ints:
-    """`tokens` pad rows dealt evenly over `requests` pad requests."""
+    """Returns the rows of each pad request: `tokens` spread evenly over `requests`."""
     return ints([tokens // requests + (i < tokens % requests) for i in range(requests)])
 
 
 def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
-    """`plan` in the shape of `bucket`. The real entries stay first and unchanged."""
+    """Returns `plan` in the shape of `bucket`. The real entries stay first and unchanged."""
     real, have = plan.real, plan.bucket
     for name in ("requests", "tokens", "emits", "tail", "pages", "writes", "moves"):
         need, capacity = getattr(have, name), getattr(bucket, name)
@@ -117,7 +117,7 @@ def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
 
 
 def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: Ints) -> Group:
-    """The pad requests of one group: page 0 as often as their rows need, and nothing else."""
+    """Adds the pad requests to one group: page 0 as often as their rows need, nothing else."""
     size = group.spec.page_size
     counts = -(-pads // size)
     return replace(

@@ -1,7 +1,7 @@
-"""Makes plans: the only place that does.
+"""Makes plans: the only module that does.
 
-The caller says, per request, how many keys are committed, how many rows to compute, and which pages
-it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); the rest is derived here.
+The caller states, per request, how many keys are committed, how many rows to compute, and which
+pages it has (`RequestWork`, or `BatchWork` for a batch in columns); the rest is derived here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 NO_PAGES: Ints = ints([])
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
-LEAST_TABLE = 16  # entries of a page table that holds any
+LEAST_TABLE = 16  # entries of a page table that is not empty, at least
 SOME_ROW = "a request computes at least one row after its cached keys"
 IN_INT32 = f"lengths fit in int32, at most {INT32_MAX}"
 
@@ -37,22 +37,22 @@ class RequestPages(NamedTuple):
 class RequestWork(NamedTuple):
     """One request's share of a step."""
 
-    cached_len: int  # committed keys in the cache; the first row stands at this position
+    cached_len: int  # committed keys in the cache; the first row is at this position
     new_len: int  # rows computed this step
     pages: tuple[RequestPages | None, ...]  # per group; None for a fresh group
     emit: tuple[int, ...] | None = None  # rows whose logits are wanted; None = the last one
-    parents: tuple[int, ...] | None = None  # the tree so far; its last new_len nodes are the rows
+    parents: tuple[int, ...] | None = None  # draft tree so far; its last new_len nodes are the rows
     cross_len: int = 0  # encoder keys that exist after this step
-    cross_new: int = 0  # of these, written by its rows: by all, or by none
+    cross_new: int = 0  # encoder keys that this step's rows write: new_len, or 0
 
 
 class GroupTables:
-    """The pages of a batch's requests in one group, a row each."""
+    """The page tables of a batch's requests in one group."""
 
     def __init__(self, requests: int) -> None:
         self.first_pos = np.zeros(requests, np.int32)
-        self.counts = np.zeros(requests, np.int32)  # pages of each
-        self.others: dict[int, RequestPages] = {}  # those with scratch pages or moves, by request
+        self.counts = np.zeros(requests, np.int32)  # pages per request
+        self.others: dict[int, RequestPages] = {}  # of requests with scratch pages or moves
         self._ids = np.zeros((requests, 0), np.int32)
 
     def write(self, i: int, pages: RequestPages) -> None:
@@ -67,8 +67,8 @@ class GroupTables:
             self.others[i] = pages
 
     def live(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
-        """Up to its kv_len the pages of every request, then its scratch, behind one another and
-        filled up with the null page; and where each request's begin."""
+        """Returns (page_ids, page_indptr): per request, the pages that cover its `lens` keys of
+        `size` per page, then its scratch pages; page_ids is padded with the null page."""
         counts = (lens - self.first_pos + np.int32(size - 1)) // np.int32(size)
         if (counts > self.counts).any():
             i = int((counts > self.counts).argmax())
@@ -88,7 +88,7 @@ class GroupTables:
 
 
 class PageTables:
-    """The pages of a batch in all its groups; a step writes the rows that changed."""
+    """The page tables of a batch in all its groups; a step rewrites those that changed."""
 
     def __init__(self, specs: Sequence[GroupSpec], requests: int) -> None:
         self.specs, self.fresh = specs, [spec.layout is Layout.FRESH for spec in specs]
@@ -116,20 +116,20 @@ class PageTables:
 
 @dataclass(frozen=True, eq=False)
 class BatchShape:
-    """Which rows the B requests of a batch have, T in all: what plans share from step to step."""
+    """The T rows of a batch's B requests: the part of a plan that steps of one batch share."""
 
     new_lens: Ints  # [B]
     q_indptr: Ints  # [B+1]
-    request: Ints  # [T] whose row it is
-    offsets: Ints  # [T] a row stands at its request's cached_len + offset
-    list_lens: Ints  # [T] keys that it names one by one: the nodes above a tree's row, and itself
-    tail_indptr: Ints  # [T+1] their sums
-    nodes: Ints  # these keys, as nodes of their trees
+    request: Ints  # [T] index of the row's request
+    offsets: Ints  # [T] a row's position is its request's cached_len + offset
+    list_lens: Ints  # [T] entries of a tree row's slot list: its ancestors and itself; 0: no tree
+    tail_indptr: Ints  # [T+1] prefix sums of list_lens
+    nodes: Ints  # the lists as tree nodes, joined
     emit: Ints  # rows whose logits are wanted, counted within the step
     cross_lens: Ints  # [B]
-    encodes: bool  # rows are written to the cross groups
-    width: int  # rows per request if all have as many, else 0
-    tail: int  # the longest list
+    encodes: bool  # whether rows are written to the cross groups
+    width: int  # rows per request if equal for all, else 0
+    tail: int  # the longest list's length
 
     @classmethod
     def of(
@@ -140,7 +140,7 @@ class BatchShape:
         cross_lens: Sequence[int],
         cross_news: Sequence[int],
     ) -> Self:
-        """One entry per request: what `RequestWork` has of it."""
+        """Makes a shape from columns of `RequestWork` fields, one entry per request."""
         _check_shape(zip(new_lens, emits, cross_lens, cross_news, strict=True))
         q_indptr = indptr(new_lens)
         request = np.repeat(np.arange(len(new_lens), dtype=np.int32), new_lens)
@@ -173,12 +173,12 @@ class BatchShape:
 
 @dataclass(frozen=True, eq=False)
 class BatchWork:
-    """The work of one step, a column per quantity."""
+    """The work of one step as columns, one entry per request."""
 
     shape: BatchShape
     cached_lens: Sequence[int] | NDArray[np.int64]  # [B]
     pages: Sequence[tuple[RequestPages | None, ...]]  # [B], per group
-    tables: PageTables | None = None  # of the batch, as the step before left them
+    tables: PageTables | None = None  # the batch's, as the previous step left them
 
     @classmethod
     def of(cls, works: Sequence[RequestWork]) -> Self:
@@ -191,9 +191,9 @@ class BatchWork:
 
 
 def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
-    """Trees are addresses, not masks: for each of this step's rows, the last `new_len` nodes, the
-    list of nodes it sees, one per position from the committed length on, itself last. Node i, a
-    draft token, hangs below node parents[i] < i, or below the committed prefix (-1)."""
+    """Returns, for each of this step's rows (the last `new_len` nodes), the list of nodes it sees,
+    one per position from the committed length on, itself last. Node i, a draft token, is a child of
+    node parents[i] < i, or of the committed prefix (-1). Trees are addresses, not masks."""
     if not 0 < new_len <= len(parents):
         rule = "a tree step computes at least one and at most all nodes"
         raise RuleError(rule, f"{new_len} rows of {len(parents)} nodes", "Check new_len")
@@ -207,14 +207,14 @@ def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
 
 
 class Rows(NamedTuple):
-    """Where the rows of a step stand, for all groups: what `StepPlan` has of them."""
+    """`StepPlan.positions` and `StepPlan.start`, which all groups share."""
 
     positions: Ints
     start: Ints
 
 
 def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) -> StepPlan:
-    """The plan of one step over `works`. An empty batch is legal."""
+    """Returns the plan of one step over `works`. An empty batch is legal."""
     work = works if isinstance(works, BatchWork) else BatchWork.of(works)
     shape = work.shape
     cached_lens = np.asarray(work.cached_lens, np.int64)
@@ -241,7 +241,7 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
 def _plan(
     shape: BatchShape, rows: Rows, groups: Sequence[PagedGroup | FreshGroup], bucket: Bucket
 ) -> StepPlan:
-    """Without padding: the bucket counts what is real."""
+    """Makes an unpadded plan: its bucket counts real entries alone."""
     return StepPlan(
         q_indptr=shape.q_indptr,
         positions=rows.positions,
@@ -255,7 +255,7 @@ def _plan(
 
 
 def cut(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
-    """The step of some rows of a plan: as many of each request as `shape` has, `skipped` before."""
+    """Returns a plan of some rows of a plan: of each request, those of `shape` after `skipped`."""
     b, begins = plan.bucket, plan.q_indptr[:-1] + skipped
     if b.tail or any(b.moves) or b.requests != len(shape.new_lens):
         rule = "a part of a step has plain rows of every request"
@@ -275,7 +275,7 @@ def cut(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
 
 
 def join(ids: Any, ends: Any, out: Any) -> None:
-    """Row i of `ids`, as far as out[ends[i] : ends[i + 1]] has room."""
+    """Fills out[ends[i] : ends[i + 1]] with the first entries of ids[i], for every i."""
     for i in range(len(ends) - 1):
         for k in range(ends[i], ends[i + 1]):
             out[k] = ids[i, k - ends[i]]
@@ -283,30 +283,30 @@ def join(ids: Any, ends: Any, out: Any) -> None:
 
 @cache
 def compiled() -> Any:
-    """`join`, from Numba's cache or compiled now: numpy takes ten times as long."""
+    """Returns `join` compiled, from Numba's cache or now: numpy takes ten times as long."""
     table, column = [types.Array(types.int32, dims, "C") for dims in (2, 1)]
     return loop(types.void(table, column, column), join)
 
 
 def table_len(pages: int) -> int:
-    """Entries of a page table that holds so many: few sizes, so that steps keep their shape."""
+    """Returns the padded length of a table of `pages`: few sizes, so steps keep their shape."""
     return power(max(pages, LEAST_TABLE)) if pages else 0
 
 
 def power(n: int) -> int:
-    """The power of two at or above n; 0 for 0."""
+    """Returns the smallest power of two >= n; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
 def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-    """[0, l0, l0+l1, ...]."""
+    """Returns [0, l0, l0+l1, ...]."""
     out = np.zeros(len(lens) + 1, np.int32)
     np.add.accumulate(lens, dtype=np.int32, out=out[1:])
     return out
 
 
 def kv_lens(spec: GroupSpec, work: BatchWork, rows: Rows) -> Ints:
-    """Keys that exist after this step's write, always."""
+    """Returns, per request, the number of keys that exist after this step's write."""
     shape = work.shape
     if spec.layout is Layout.CROSS or not work:
         return shape.cross_lens
@@ -314,7 +314,7 @@ def kv_lens(spec: GroupSpec, work: BatchWork, rows: Rows) -> Ints:
 
 
 def node_slots(spec: GroupSpec, pages: RequestPages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Slots of tree nodes: node i is the i-th token of the request's scratch."""
+    """Returns the slots of tree nodes: node i is token i of the request's scratch pages."""
     zero = np.zeros(2, np.int32)
     return np.asarray(address.paged(pages.scratch, zero, zero, spec.page_size, 0, nodes), np.int32)
 
@@ -322,7 +322,7 @@ def node_slots(spec: GroupSpec, pages: RequestPages, nodes: NDArray[np.int32]) -
 def write_slots(
     spec: GroupSpec, work: BatchWork, rows: Rows, group: tuple[NDArray[np.int32], ...]
 ) -> NDArray[np.int32]:
-    """slot(t, positions[t]) of every row that this group stores."""
+    """Returns the slot of every row that this group stores: all rows, or none."""
     (positions, start), shape = rows, work.shape
     page_ids, page_indptr, first_pos, tail_slots = group
     if spec.layout is Layout.CROSS and not shape.encodes:
@@ -339,7 +339,7 @@ def write_slots(
 
 
 def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Rows) -> NDArray[np.int32]:
-    """The rows' lists in this group's slots, filled with 0 up to the bucket's capacity."""
+    """Returns the rows' lists as slots of group g, padded with 0 to the bucket's capacity."""
     shape = work.shape
     slots = np.zeros(len(rows.positions) * shape.tail, np.int32)
     if len(slots) and spec.layout is not Layout.CROSS:
@@ -373,7 +373,7 @@ def _group(g: int, all_tables: PageTables, work: BatchWork, rows: Rows) -> Paged
 
 
 def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]]) -> None:
-    """What a caller can get wrong about a batch and no later check could tell."""
+    """Raises for mistakes of a caller that no later check could detect."""
     for new_len, emit, cross_len, new in requests:
         if new_len < 1:
             raise RuleError(SOME_ROW, f"new_len={new_len}", "Leave it out")

@@ -1,9 +1,9 @@
 """What a legal plan is. `check` runs before every step; it is the specification in executable form.
 
-Shapes are compared in Python; the entries are judged by loops that Numba compiles, each of which
-returns (rule, have, want, at): the number of the first rule that is broken (0: none), what stands
-there, what belongs there, and the entry. `TEXTS` has the words. An index is used only after it was
-found to be inside its array. Knows plans and pool sizes, and nothing about who built the plan.
+Shapes are compared in Python; entries are checked by loops that Numba compiles, each of which
+returns (rule, have, want, at): the number of the first broken rule (0: none), the value found, the
+value expected, and the entry's index. `TEXTS` has the messages. An index is used only after it was
+found to be inside its array. Knows plans and pool sizes, and not how a plan was built.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ TEXTS = (
 
 
 def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
-    """Raises PlanError unless `plan` is legal for pools of so many pages (0 for a fresh group)."""
+    """Raises PlanError unless `plan` is legal for pools of these sizes (0 for a fresh group)."""
     if len(pool_pages) != len(plan.groups):
         got = f"{len(pool_pages)} pools, {len(plan.groups)} groups"
         raise PlanError("there is one pool per group", got, "Pass both")
@@ -115,7 +115,7 @@ def _judge(found: tuple[int, int, int, int], where: str) -> None:
 
 @cache
 def compiled() -> tuple[Any, Any]:
-    """The judges of the rows and of a group, from Numba's cache or compiled now."""
+    """Returns `judge_rows` and `judge_group` compiled, from Numba's cache or now."""
     n, many = types.int64, types.UniTuple
     ints, pairs = [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
     found, rows, lists = many(n, 4), many(ints, 4), many(ints, 6)  # type: ignore[no-untyped-call]
@@ -124,15 +124,15 @@ def compiled() -> tuple[Any, Any]:
 
 
 def loop(signature: Any, text: Callable[..., Any]) -> Any:
-    """A loop over a plan's entries, kept on disk where there is a place for it."""
+    """Compiles `text`, a loop over a plan's entries, and caches it on disk where possible."""
     try:
         return njit(signature, cache=True)(text)
-    except RuntimeError:  # there is nowhere to keep it
+    except RuntimeError:  # there is no writable place for the cache
         return njit(signature)(text)
 
 
 def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail: int) -> Any:
-    """What all groups share. The arrays' lengths fit each other, real_requests < len(q)."""
+    """Checks what all groups share. The arrays' lengths must agree, and real_requests < len(q)."""
     q, positions, start, tails = rows
     count = len(positions)
     bad = falls(q)
@@ -165,7 +165,7 @@ def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail:
 def judge_group(
     rows: Any, arrays: Any, moves: Any, size: int, window: int, cross: bool, pool_pages: int
 ) -> Any:
-    """One group's pages, of rows that were judged before. `window` is 0 if there is none."""
+    """Checks one group, after `judge_rows` has passed. `window` is 0 if there is none."""
     kv_lens, indptr, pages, first_pos, _, slots = arrays
     bad = falls(indptr)
     if bad >= 0:
@@ -198,7 +198,7 @@ def judge_group(
 
 @njit
 def judge_writes(rows: Any, arrays: Any, moves: Any, size: int, cross: bool, owner: Any) -> Any:
-    """Who writes where. The null page is everybody's."""
+    """Checks write slots, moves and slot lists. Any request may write to the null page."""
     (q, _, _, tails), (tail_slots, slots) = rows, arrays[4:]
     total, row = len(owner) * size, 0
     taken = np.zeros(total // 8 + 1, np.uint8)  # one bit per slot
@@ -233,7 +233,7 @@ def judge_writes(rows: Any, arrays: Any, moves: Any, size: int, cross: bool, own
 
 @njit
 def falls(indptr: Any) -> int:
-    """The first entry that is not 0, or less than the one before it; -1 if there is none."""
+    """Returns the first index at which `indptr` does not rise from 0, or -1."""
     if indptr[0] != 0:
         return 0
     for i in range(1, len(indptr)):
@@ -244,7 +244,7 @@ def falls(indptr: Any) -> int:
 
 @njit
 def reach(rows: Any, i: int) -> tuple[int, int]:
-    """The least and the largest position of a request's rows; (0, -1) if it has none."""
+    """Returns the least and the largest position of request i's rows; (0, -1) if it has none."""
     q, positions, first, last = rows[0], rows[1], 0, -1
     for t in range(q[i], q[i + 1]):
         first = min(first, positions[t]) if last >= 0 else positions[t]
@@ -254,7 +254,7 @@ def reach(rows: Any, i: int) -> tuple[int, int]:
 
 @njit
 def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
-    """Gives requests the pages from the first they write on; a page claimed twice, or -1."""
+    """Sets the `owner` of pages a request may write; returns the index of a shared one, or -1."""
     (q, positions, start, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):

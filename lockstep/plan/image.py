@@ -1,8 +1,8 @@
-"""A step as one int32 array: what a device gets.
+"""A step as one int32 array, its image, which is what a device receives.
 
-The token of every row, the plan's arrays and, per group, what a backend derives from them, where
-`ImageLayout` says: so a buffer at a fixed address can be refilled for every step of a bucket.
-`views` works on numpy arrays and on torch tensors alike.
+It has the token of every row, the plan's arrays and, per group, what a backend derives from them,
+at the offsets of `ImageLayout`: so a buffer at a fixed address can be refilled for every step of a
+bucket. `views` works on numpy arrays and on torch tensors alike.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, GroupSpec, Layout
 
-ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled for aligned ones
+ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled for that
 CACHED = [field.name for field in fields(PagedGroup) if field.name != "spec"]
 
 
@@ -33,7 +33,7 @@ class PlanArrays:
     emit: Any  # [S]
     kv_lens: Any  # [B]
     page_indptr: Any  # [B+1]
-    page_ids: Any  # of a fresh group its rows: pages of one slot, in order
+    page_ids: Any  # of a fresh group: its rows, as pages of one slot each, in order
     first_pos: Any  # [B]
     tail_slots: Any
     write_slots: Any  # [W]
@@ -43,11 +43,11 @@ class PlanArrays:
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """Where everything of a step lies: a function of these three and of nothing else."""
+    """Where a step's arrays are in its image: a function of these three fields alone."""
 
     bucket: Bucket
     specs: tuple[GroupSpec, ...]
-    derived: tuple[int, ...]  # numbers that the backend derives, per group
+    derived: tuple[int, ...]  # how many numbers the backend derives, per group
 
     @cached_property
     def length(self) -> int:
@@ -59,7 +59,7 @@ class ImageLayout:
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int]]]:
-        """Where arrays begin and end: the rows', then every group's."""
+        """Begin and end of every array: those of the rows, then of each group."""
         at, out, b = 0, list[list[tuple[int, int]]](), self.bucket
         rows = (b.tokens, b.requests + 1, b.tokens, b.tokens, b.tokens + 1, b.emits)
         for sizes in (rows, *map(self._group_sizes, range(len(self.specs)))):
@@ -69,7 +69,7 @@ class ImageLayout:
         return out
 
     def views(self, image: Any) -> tuple[PlanArrays, ...]:
-        """Per group, where its arrays lie in `image`."""
+        """Returns, per group, its arrays as views of `image`."""
         rows, out = self.rows(image), list[PlanArrays]()
         for spec, places in zip(self.specs, self._places[1:], strict=True):
             start, *cache = (image[begin:end] for begin, end in places)
@@ -79,11 +79,11 @@ class ImageLayout:
         return tuple(out)
 
     def rows(self, image: Any) -> list[Any]:
-        """ids, q_indptr, positions, start, tail_indptr and emit, which all groups share."""
+        """Returns ids, q_indptr, positions, start (of groups with `lists`), tail_indptr, emit."""
         return [image[begin:end] for begin, end in self._places[0]]
 
     def _group_sizes(self, g: int) -> tuple[int, ...]:
-        """`start`, then from `kv_lens` on those of `PlanArrays`."""
+        """Returns the lengths of `start`, then of the fields of `PlanArrays` from `kv_lens` on."""
         bucket, b, t = self.bucket, self.bucket.requests, self.bucket.tokens
         start = 0 if lists(self.specs[g]) else t
         pages = t if self.specs[g].layout is Layout.FRESH else bucket.pages[g]
@@ -92,19 +92,19 @@ class ImageLayout:
 
 
 def aligned(length: int) -> int:
-    """Numbers that an array of `length` takes up."""
+    """Returns `length` rounded up to a multiple of ALIGN."""
     return -(-length // ALIGN) * ALIGN
 
 
 def lists(spec: GroupSpec) -> bool:
-    """Whether a group's rows may name their last keys one by one: only a causal cache has trees."""
+    """Whether rows of the group may have slot lists: only a causal cache has draft trees."""
     return spec.layout is not Layout.FRESH and spec.causal
 
 
 def write(
     image: NDArray[np.int32], layout: ImageLayout, plan: StepPlan, ids: Sequence[int] | Ints
 ) -> tuple[PlanArrays, ...]:
-    """Fills `image` with the plan and its rows' tokens, zeros elsewhere; returns its views."""
+    """Fills `image` with the plan and the tokens `ids`, zeros elsewhere; returns its views."""
     image[:] = 0
     views = layout.views(image)
     tokens, *rows = layout.rows(image)

@@ -1,8 +1,8 @@
 """The plan: one frozen value that describes a step completely.
 
-There are no modes: prefill, chunk, decode, verify and draft are the same thing with other numbers.
-Arrays are int32 and read-only. Only `plan.build` makes plans; `plan.bucket` pads them, `plan.check`
-judges them. No token ids, no torch.
+There are no modes: prefill, chunk, decode, verify and draft differ only in their numbers. Arrays
+are int32 and read-only. Only `plan.build` makes plans; `plan.bucket` pads them, `plan.check`
+validates them. A plan holds no token ids. No torch.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def ints(values: Sequence[int] | NDArray[np.integer]) -> Ints:
 
 
 def frozen(array: NDArray[np.int32]) -> Ints:
-    """The array itself, which nobody writes to from now on."""
+    """Makes `array` read-only and returns it."""
     array.setflags(write=False)
     return array
 
 
 def joined(array: Ints, more: Sequence[int] | NDArray[np.integer]) -> Ints:
-    """The array, and behind it some more of the same."""
+    """Returns `array` followed by `more`, read-only; `array` itself if `more` is empty."""
     if not len(more):
         return array
     return frozen(np.concatenate((array, np.asarray(more, np.int32))))
@@ -43,7 +43,7 @@ class Bucket:
     tokens: int
     width: int  # rows per request if uniform, else 0
     emits: int
-    tail: int  # list entries per row
+    tail: int  # entries of a tree row's slot list, at most
     pages: tuple[int, ...]  # page table entries, per group
     writes: tuple[int, ...]  # rows written, per group: tokens or 0
     moves: tuple[int, ...]  # per group
@@ -64,16 +64,16 @@ class Real(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PagedGroup:
-    """K/V live in the cache: this step's are written, then all are read."""
+    """K/V live in the cache: the step writes those of its rows, then reads all."""
 
     spec: GroupSpec
     kv_lens: Ints  # [B] keys after this step's write: 1 + the last position (cross: the encoder's)
     page_indptr: Ints  # [B+1]
-    page_ids: Ints  # [P] a request's k-th begins at first_pos + k*page_size; scratch pages behind
-    first_pos: Ints  # [B] page-aligned; positions below were dropped
-    tail_slots: Ints  # [tokens*tail] the rows' lists, addressed by tail_indptr
-    write_slots: Ints  # [W] slot(t, positions[t])
-    moves: Ints  # [M, 2] (from, to): rows to relocate before the write: gather all, scatter all
+    page_ids: Ints  # [P] a request's page k begins at first_pos + k*page_size; then scratch pages
+    first_pos: Ints  # [B] page-aligned; keys of lower positions were dropped
+    tail_slots: Ints  # [tokens*tail] the rows' slot lists, addressed by tail_indptr
+    write_slots: Ints  # [W] the slot that row t's K and V are written to
+    moves: Ints  # [M, 2] (from, to): slots to relocate before the write: gather all, scatter all
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +92,19 @@ class StepPlan:
 
     q_indptr: Ints  # [B+1]
     positions: Ints  # [T]
-    start: Ints  # [T] from here on its list names a row's keys; positions[t]+1 for a plain row
-    tail_indptr: Ints  # [T+1] the row's list in every group's tail_slots
-    emit: Ints  # [S] rows whose logits are wanted; a row may stand twice
+    start: Ints  # [T] a row's slot list names its keys from here on; positions[t]+1: no list
+    tail_indptr: Ints  # [T+1] where a row's slot list is in every group's tail_slots
+    emit: Ints  # [S] rows whose logits are wanted; a row may occur twice
     groups: tuple[Group, ...]
     bucket: Bucket
     real: Real
 
     @cached_property
     def new_lens(self) -> Ints:
-        """Rows of each request: returns int32 [B]."""
+        """The number of rows of each request: returns int32 [B]."""
         return np.asarray(self.q_indptr[1:] - self.q_indptr[:-1])
 
     @cached_property
     def request(self) -> Ints:
-        """The request of every row: returns int32 [T]."""
+        """The index of every row's request: returns int32 [T]."""
         return np.repeat(np.arange(self.bucket.requests, dtype=np.int32), self.new_lens)
