@@ -1,16 +1,16 @@
 """What a device computes: one table of operations, `Ops`. A device is a folder `kernels/<name>/`
 with `Ops` in its ops.py, or an entry point of the group `lockstep.devices`.
 
-Rules that every operation keeps. A row of the result depends on its own row of the operands and on
-nothing else. Results are new tensors on `device`; nothing is read back to the host and nothing
-waits for the device, so that a call can be captured or recorded with its tensors and ints. Operands
-may be views: the last dimension is contiguous, others have any stride. A step of no rows is
-allowed. t counts rows, "activations" are of `dtype`; weights of norms and all of routing, sampling
-and log-probabilities are float32 and wider.
+Rules for every operation. A row of the result depends on its own row of the operands and on nothing
+else. Results are new tensors on `device`; nothing is read back to the host and nothing waits for
+the device, so that a call can be captured or recorded with its tensors and ints. Operands may be
+views: the last dimension is contiguous, others have any stride. A step of no rows is allowed. t
+counts rows, "activations" are of `dtype`; weights of norms and all of routing, sampling and
+log-probabilities are float32 and wider.
 
-A kernel reads and writes memory behind torch's back. So functions are marked, those of a table by
-`kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread is
-told of every call. One that is `transparent` it need not take as one.
+A kernel reads and writes memory without torch seeing it. So functions are marked, those of a table
+by `kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread
+receives every call. It may record the parts of a `transparent` one instead.
 """
 
 import functools
@@ -32,7 +32,7 @@ from lockstep.types import Choice, RuleError
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 MARK, TRANSPARENT = "_is_operation", "_is_transparent"
-Packed = Any  # a weight as the device wants it: made by `pack`, read by nobody else
+Packed = Any  # a weight in the device's own format: made by `pack`, read by its GEMMs alone
 
 
 class Activation(StrEnum):
@@ -45,47 +45,47 @@ class Activation(StrEnum):
 
 
 class Heads(NamedTuple):
-    """Queries and keys of a row: how many heads of each, their columns, the eps of their norms."""
+    """A row's query and key heads: how many, their columns, and the eps of their norms."""
 
     heads: int
     kv_heads: int
     d: int
     eps: float = 0.0
-    interleaved: bool = False  # columns 2i and 2i+1 turn together, otherwise i and i + half
+    interleaved: bool = False  # columns 2i and 2i+1 rotate together, otherwise i and i + half
 
 
 class CosSin(NamedTuple):
-    """Of a step's rows: cos and sin float32 [t, half], times the rope's factor."""
+    """The rotation of a step's rows: cos and sin float32 [t, half], times the rope's factor."""
 
     cos: Tensor
     sin: Tensor
 
 
 class Routes(Protocol):
-    """Which experts compute which row: what `route` makes. The rest of it is the device's own."""
+    """Which experts compute which row, as `route` returns it. Further fields are the device's."""
 
     @property
     def ids(self) -> Tensor:
-        """Of experts, best first: ids integers [t, k]."""
+        """The experts of each row, best first: ids integers [t, k]."""
 
     @property
     def weights(self) -> Tensor:
-        """Of these experts: weights float32 [t, k]."""
+        """The weights of these experts' results: weights float32 [t, k]."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """From router logits [t, experts] to k experts a row, and their weights."""
+    """How router logits [t, experts] give k experts per row, and their weights."""
 
     k: int
     experts: int
-    # "softmax" over all, "sigmoid" of each, or "chosen": logits rank, a softmax over the k weighs
+    # "softmax" over all, "sigmoid" of each, or "chosen": ranked by logit, softmax over these k
     score: str = "softmax"
     norm: bool = False  # weights are divided by their sum (plus `floor`)
     floor: float = 0.0
-    scale: float = 1.0  # multiplies the weights at last
-    groups: int = 1  # equal; one counts by its best expert, with a correction by its best two's sum
-    keep: int = 1  # so many of the groups take part, the best ones; 1 of 1 = all
+    scale: float = 1.0  # multiplies the weights, last of all
+    groups: int = 1  # equal; ranked by their best expert, with a correction by their best two's sum
+    keep: int = 1  # how many of the groups take part, best first; 1 of 1 = all
 
     def __post_init__(self) -> None:
         counts = (self.k, self.experts, self.groups, self.keep)
@@ -100,44 +100,44 @@ class Ops(Protocol):
     """The operations of one device. `Ops(dtype)` makes a table whose activations are of that dtype,
     one of `dtypes`."""
 
-    dtypes: tuple[str, ...]  # of activations, the device's own choice first
+    dtypes: tuple[str, ...]  # of activations, the device's default first
     dtype: torch.dtype  # of activations
-    device: torch.device  # where every tensor lies
+    device: torch.device  # of every tensor
     machine: str  # the class of machine, for the fingerprint: "cpu-x86_64"
-    gemm_order: Choice  # of the sums in a GEMM: its name, for the fingerprint, and why
+    gemm_order: Choice  # of the sums in a GEMM: its name, for the fingerprint, and the reason
 
     # ---- GEMM ----
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Once, at load: weight activations [n, k], bias activations [n] for `linear`, a dimension
-        [g] before these for the other two. Float32 where rows and results are to be (a router)."""
+        """Prepares a weight, at load: weight activations [n, k], bias activations [n] for `linear`,
+        with a leading dimension [g] for the others; float32 if rows and results are (a router)."""
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """x activations [t, k], or of heads that are k together [t, heads, k / heads], · weightᵀ,
-        rounded, then + bias, rounded: returns activations [t, n]. With a float32 weight x and the
-        result are float32."""
+        """x · weightᵀ, rounded, then + bias, rounded: x activations [t, k], or per head [t, heads,
+        k / heads]; returns activations [t, n]. With a float32 weight x and the result are float32.
+        """
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """y[:, i] = x[:, i] · weight[i]ᵀ of x activations [t, g, k]: y activations [t, g, n]. MLA's
-        absorb and expand."""
+        """y[:, i] = x[:, i] · weight[i]ᵀ of x activations [t, g, k]: y activations [t, g, n]. For
+        MLA's absorb and expand."""
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: Any) -> Tensor:
-        """Every pair (row, expert) of `routes` with its expert's weight: x activations [t ·
-        k_experts, k] as `dispatch` or an earlier call gave them; returns activations [t ·
+        """Multiplies every pair (row, expert) of `routes` by its expert's weight: x activations [t
+        · k_experts, k] as `dispatch` or an earlier call returned them; returns activations [t ·
         k_experts, n]."""
 
     # ---- experts ----
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
-        """Who computes what, from logits float32 [t, experts]. Equal scores go to the smaller
-        expert id; a correction float32 [experts] steers what is chosen, not what it weighs."""
+        """Chooses each row's experts from logits float32 [t, experts]. Of equal scores the smaller
+        expert id wins; a correction float32 [experts] changes the choice, not the weights."""
 
     def dispatch(self, x: Tensor, routes: Any) -> Tensor:
-        """x activations [t, n] as `grouped_linear` takes them: returns activations [t · k_experts,
-        n], a row per pair in the device's own order, or x where it finds rows through `routes`."""
+        """Arranges x activations [t, n] for `grouped_linear`: returns activations [t · k_experts,
+        n], a row per pair in the device's own order, or x if rows are found through `routes`."""
 
     def combine(self, parts: Tensor, routes: Any) -> Tensor:
-        """A row's parts times their weights, added in the order of its choice in float32, rounded
+        """Adds a row's parts times their weights, in float32 and the order of `routes.ids`, rounded
         once: parts activations [t · k_experts, n], returns activations [t, n]."""
 
     # ---- rows ----
@@ -149,8 +149,8 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """x and residual activations [t, n]: their sum activations [t, n], rounded, and the norm
-        activations [t, n] of that; weight float32 [n]. The bits of two calls."""
+        """Adds x and residual activations [t, n]: returns their sum activations [t, n], rounded,
+        and its norm activations [t, n]; weight float32 [n]. The same bits as two calls."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) · weight + bias of x activations [t, n]; weight and bias
@@ -158,18 +158,18 @@ class Ops(Protocol):
 
     def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
         """positions int32 [t], freqs float32 [half]. The angle is their float32 product; cos and
-        sin are rounded to float32, then multiplied with the factor."""
+        sin are rounded to float32, then multiplied by the factor."""
 
     def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
-        """x activations [t, heads, d]: the first 2 · half columns turned, the rest as they are. It
-        returns activations [t, heads, d] in the halves layout, whatever x has."""
+        """Rotates the first 2 · half columns of x activations [t, heads, d], and keeps the rest. It
+        returns activations [t, heads, d] in the halves layout, even if x is interleaved."""
 
     def qk_norm_rope(
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x activations [t, (heads + 2 kv_heads) · d]: queries, keys, values. Gives q activations
-        [t, heads, d] and k activations [t, kv_heads, d], `rms_norm` by weights float32 [2, d], if
-        any, then `rope`, bit for bit; and v activations [t, kv_heads, d], a view of x."""
+        """Splits x activations [t, (heads + 2 kv_heads) · d] into queries, keys, values. Returns q
+        activations [t, heads, d] and k activations [t, kv_heads, d] after `rms_norm` by weights
+        float32 [2, d], if any, and `rope`, bit for bit; v activations [t, kv_heads, d], a view."""
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
         """act(x) of x activations [t, n]: returns activations [t, n]."""
@@ -186,53 +186,53 @@ class Ops(Protocol):
         """cap · tanh(x / cap) of x float32 [t, n]: returns float32 [t, n]."""
 
     def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """The means over spans [begin, end) of x activations [t, n], brought to length 1 (each by
-        its norm), in float64, rounded once: returns float32 [len(spans), n]. Outside of captured
-        steps."""
+        """Averages x activations [t, n] over each span [begin, end) and divides the mean by its
+        norm, in float64, rounded once: returns float32 [len(spans), n]. Never in a captured step.
+        """
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x[rows] of x activations [n, d] and rows int32 [t], all of them there: returns
-        activations [t, d], in memory of its own."""
+        """x[rows] of x activations [n, d] and rows int32 [t], all of them below n: returns
+        activations [t, d], in new memory."""
 
     def spread_columns(self, x: Tensor, columns: Tensor, size: int) -> Tensor:
-        """y[:, columns] = x of x float32 [t, n] and distinct columns int64 [n] below the size:
+        """y[:, columns] = x of x float32 [t, n] and distinct columns int64 [n] below `size`:
         returns float32 [t, size], -inf elsewhere."""
 
     # ---- the cache ----
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
         """storage[slots] = values / scale in the storage's format, clamped to its range, rounded
-        once. storage kv_dtype [slots, kv_heads, columns], slots int32 [t], distinct but for the
-        null page's; values activations [t, kv_heads, d], d ≤ columns: zeros behind."""
+        once. storage kv_dtype [slots, kv_heads, columns], slots int32 [t], distinct except in the
+        null page; values activations [t, kv_heads, d], d ≤ columns: further ones become 0."""
 
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
-        """In all storages kv_dtype [slots, kv_heads, columns]: rows moves[:, 0] are read, all of
-        them, then written to moves[:, 1]; moves int32 [m, 2]."""
+        """In all storages kv_dtype [slots, kv_heads, columns]: reads all slots moves[:, 0], then
+        writes them to moves[:, 1]; moves int32 [m, 2]."""
 
     # ---- sampling: formulas in `sample/` ----
 
     def sample_tokens(
         self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
     ) -> tuple[Tensor, Tensor]:
-        """tokens and states int64 [s] of logits activations [s, vocab], or float32; the bits of
-        the CPU's, `kernels.cpu.sample`. floats float64 [s, FLOATS] as `params.Numbers` has them;
-        ints int64 [s, INTS]: top-k, `formulas.counter`. `cuts`: some row has a top-k or top-p."""
+        """Returns tokens and states int64 [s] for logits activations [s, vocab], or float32, with
+        the bits of `kernels.cpu.sample`. floats float64 [s, FLOATS] as in `params.Numbers`; ints
+        int64 [s, INTS]: top-k, then `formulas.counter`. `cuts`: a row has a top-k or top-p."""
 
     def compute_logprobs(
         self, logits: Tensor, token_ids: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From logits float32 [s, vocab] of token_ids int64 [s] (-1: none): chosen float32 [s]; and
-        of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of the CPU's."""
+        """Returns log-probabilities from logits float32 [s, vocab]: chosen float32 [s] of token_ids
+        int64 [s] (-1: none); of the k best top_ids int64 [s, k], top float32 [s, k]. CPU's bits."""
 
 
 def by_numpy(tensor: Tensor) -> bool:
-    """Whether numpy is to copy it. On a CPU torch's threads would look for more work for
-    milliseconds afterwards, on processors that our helpers need."""
+    """Whether numpy should copy `tensor`. On a CPU torch's threads would spin for milliseconds
+    after a copy, on cores that our helper threads need."""
     return tensor.device.type == "cpu" and tensor.dtype is torch.float32
 
 
 def joined(parts: Sequence[Any], dim: int) -> Tensor:
-    """One behind the other, tensors or numpy's; by torch while somebody records."""
+    """Concatenates tensors or numpy arrays along `dim`; with torch while a recorder is active."""
     if isinstance(parts[0], Tensor):
         if active_modes() or not by_numpy(parts[0]):
             return torch.cat(tuple(parts), dim)
@@ -241,7 +241,7 @@ def joined(parts: Sequence[Any], dim: int) -> Tensor:
 
 
 def copied(source: Tensor, target: Tensor) -> None:
-    """From one to the other."""
+    """Copies `source` into `target`."""
     if by_numpy(target):
         target.numpy()[:] = source.numpy()
     else:
@@ -249,7 +249,7 @@ def copied(source: Tensor, target: Tensor) -> None:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """What the host has, on a device: from pinned memory nothing waits."""
+    """Copies a host tensor to `device`, from pinned memory, so that nothing waits."""
     if device.type == "cpu":
         return values
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -260,20 +260,20 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what torch does on this thread, and every operation."""
+    """A dispatch mode that sees torch's calls on this thread, and every call of an operation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would load its compiler, which takes seconds, to keep it away from `cls`."""
+        """Returns False: else torch would load its compiler, which takes seconds, to skip `cls`."""
         return False
 
     @abstractmethod
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Carries out an operation."""
+        """Executes a call of an operation, and records it."""
 
 
 def operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The function, of whose calls a recorder is told."""
+    """Wraps `function` so that an active recorder receives its calls."""
 
     @functools.wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -288,8 +288,8 @@ def operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def transparent(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The function, of which a recorder sees all: it consists of compiled kernels that are noted
-    one by one (`kernels.cpu.threads`), of views, and of what torch does."""
+    """Marks a function of which a recorder sees every part: compiled kernels, which are recorded
+    one by one (`kernels.cpu.threads`), views, and torch's own calls."""
     setattr(function, TRANSPARENT, True)
     return function
 
@@ -298,12 +298,12 @@ NAMES = [n for n, f in vars(Ops).items() if inspect.isfunction(f) and not n.star
 
 
 def marked(table: Ops) -> Ops:
-    """The table with every function an operation."""
+    """Makes every function of `table` an operation; returns `table`."""
     for name in NAMES:
         setattr(table, name, operation(getattr(table, name)))
     return table
 
 
 def unmarked(table: Ops) -> list[str]:
-    """The functions of a table that a recorder would not be told of."""
+    """Returns the functions of `table` that are not operations: a recorder would miss them."""
     return [name for name in NAMES if not hasattr(getattr(table, name), MARK)]
