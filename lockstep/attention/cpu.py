@@ -1,6 +1,6 @@
 """Attention on the CPU: our own kernel, in the canonical order. The default without a GPU.
 
-`lower` derives who sees what and which rows are computed together, `bind` adds layers' constants.
+`lower` derives what rows see and which are computed together; `bind` adds the layers' constants.
 """
 
 from collections import namedtuple
@@ -24,8 +24,8 @@ from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, RuleError
 
-BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
-PRODUCTS_PER_NS = 8  # of one thread
+BLOCK_ROWS = 128  # enough to hide the staging of a tile; queries and accumulators stay in L2
+PRODUCTS_PER_NS = 8  # of one thread, estimated
 CAPS = replace(
     base.EVERY_FEATURE,
     devices=frozenset({"cpu"}),
@@ -40,9 +40,9 @@ CAPS = replace(
 )
 
 
-# Where keys live: int32 arrays of the image (`PlanArrays`), addressed as in plan/address.py. Who
-# sees them: row t positions lo[t] <= p < hi[t]. And which rows are computed together: blocks [NB,
-# 3], contiguous, (request, row begin, row end); they cover every row once, and some may be empty.
+# Where keys are: int32 arrays of the image (`PlanArrays`), addressed as in plan/address.py. What
+# row t sees: positions lo[t] <= p < hi[t]. Which rows are computed together: blocks [NB, 3],
+# contiguous, (request, row begin, row end), which cover every row once; some may be empty.
 Table = namedtuple(
     "Table", "page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks"
 )
@@ -50,26 +50,26 @@ Table = namedtuple(
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A group, bound: everything the kernel takes besides tensors."""
+    """A bound group: everything the kernel takes besides tensors."""
 
     spec: GroupSpec
-    table: Table  # whose arrays live as long
+    table: Table  # keeps its arrays alive
     page_size: int  # slots per page
     tile: int  # a multiple of 16
     split: int  # a multiple of tile
     largest: int  # rows of a block, at most
     layers: dict[AttnSpec, Tensor]  # `constants`
-    # what was `prepared`, by its arguments and `threads.setting`
+    # results of `prepared`, by its arguments and `threads.setting`
     calls: dict[Any, tuple[threads.Call, int]] = field(default_factory=dict, init=False)
 
     def prepared(self, work: Any, keys: tuple[int, ...]) -> tuple[threads.Call, int]:
-        """The call of a kernel without addresses of tensors, and the bytes of memory that each of
-        its threads needs; `keys`: bytes of a number, then strides of k and v."""
+        """Returns the call of kernel `work`, without addresses of tensors, and the bytes of memory
+        that each of its threads needs. `keys`: bytes per number, then strides of k and v."""
         spec, table, blocks = self.spec, self.table, len(self.table.blocks)
         item, *strides = keys
         d_qk, d_v = order.stored_len(spec.d_qk), order.stored_len(spec.d_v)
         *areas, each = attend.layout(d_qk, d_v, self.tile, self.largest * spec.group_size)
-        # by all rows together, about: every request's pages, by rows per request
+        # estimate of the pages that all rows see together: all pages times the rows per request
         pages_seen = len(table.page_ids) * len(table.lo) // max(1, len(table.page_indptr) - 1)
         products = pages_seen * self.page_size * spec.heads * (d_qk + d_v)
         cost_ns = products // PRODUCTS_PER_NS
@@ -83,7 +83,7 @@ class Handle:
 
 
 class Backend(base.ChainBackend):
-    """Keeps constants of layers, and nothing of a step."""
+    """Caches the constants of layers, and nothing of a step."""
 
     caps = CAPS
 
@@ -91,11 +91,11 @@ class Backend(base.ChainBackend):
         self._layers = cache(layers)
 
     def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
-        """lo and hi of every row, and three numbers per block."""
+        """Returns the room for lo and hi of every row, and for three numbers per block."""
         return 2 * bucket.tokens + 3 * most_blocks(spec, bucket)
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> None:
-        """Who sees what, and the blocks; those that are not needed are empty."""
+        """Writes what each row sees, and the blocks; those that are not needed are empty."""
         (lo, hi), rows = base.visible(plan, group), plan.bucket.tokens
         cut = blocks(plan, block_rows(group.spec)).reshape(-1)
         views.derived[:rows] = lo
@@ -104,9 +104,9 @@ class Backend(base.ChainBackend):
         views.derived[2 * rows + len(cut) :] = 0
 
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
-        """What the kernel finds in the image."""
+        """Returns the group's arrays in the image as the kernel takes them."""
         page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
-        rows, derived = bucket.tokens, views.derived.numpy()  # which torch would slice without lock
+        rows, derived = bucket.tokens, views.derived.numpy()  # slicing in torch releases the GIL
         seen = (derived[:rows], derived[rows : 2 * rows], derived[2 * rows :].reshape(-1, 3))
         table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views), *seen)
         return Handle(
@@ -121,7 +121,7 @@ class Backend(base.ChainBackend):
 
     @transparent
     def advance(self, handle: Handle, views: PlanArrays, counters: Tensor | None) -> None:
-        """One call of a kernel."""
+        """Advances the step in the image: one kernel call."""
         table = handle.table
         arrays = [views.positions, views.kv_lens, views.write_slots, table.lo, table.hi]
         arrays += [table.page_ids, table.page_indptr, table.first_pos]
@@ -136,7 +136,7 @@ class Backend(base.ChainBackend):
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
     ) -> tuple[Tensor, Tensor]:
-        """One call of the kernel."""
+        """Computes the attention of all rows: one kernel call."""
         group = handle.spec
         rows, heads, d_qk = q.shape
         if q.dtype is not torch.float32 or heads != group.heads or d_qk != group.d_qk:
@@ -152,7 +152,7 @@ class Backend(base.ChainBackend):
 
 
 def kernel() -> Any:
-    """The compiled kernel."""
+    """Returns the compiled kernel."""
     return attend.compiled()
 
 
@@ -160,7 +160,7 @@ def call(
     work: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Handle,
     layer: Tensor,
 ) -> None:  # fmt: skip
-    """Attention of T rows over paged keys and values by a kernel, into `out` and `lse`.
+    """Computes attention of T rows over paged keys and values by kernel `work`.
 
     q      float32 [T, H, Dqk], contiguous. Dqk and Dv are multiples of 8, at most 576.
     k, v   the pool's storage [slots, kv_heads, Dqk] and [slots, kv_heads, Dv] in the group's format
@@ -168,7 +168,7 @@ def call(
     lse    float32 [T, H]: ln of the softmax denominator, sink included, or -inf.
     layer  `constants`
 
-    A row's bits depend on its query and its keys. Slots that a block does not see are never read.
+    A row's bits depend on its query and keys alone. Slots that a block does not see are never read.
     """
     keys = (k.itemsize, *k.stride()[:2], *v.stride()[:2])
     known = (work, keys, threads.setting())
@@ -182,19 +182,19 @@ def call(
 
 
 def block_rows(spec: GroupSpec) -> int:
-    """Tokens computed together, as suits the caches. Changes speed, never bits."""
+    """Returns how many rows a block has, as suits the CPU's caches. Changes speed, never bits."""
     rows = BLOCK_ROWS if max(spec.d_qk, spec.d_v) <= 256 else BLOCK_ROWS // 2
     return max(1, rows // spec.group_size)
 
 
 def most_blocks(spec: GroupSpec, bucket: Bucket) -> int:
-    """Blocks of any step of a bucket: one per request, and one per full block of further rows."""
+    """Returns the most blocks of a step: one per request, and one per full block of other rows."""
     requests = min(bucket.requests, bucket.tokens)
     return requests + (bucket.tokens - requests) // block_rows(spec)
 
 
 def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
-    """[NB, 3] (request, first row, end row): every request's, in blocks of at most `rows`."""
+    """Returns blocks [NB, 3], (request, first row, end row), of at most `rows` rows each."""
     request = np.arange(plan.bucket.requests, dtype=np.int32)
     if 0 < plan.bucket.width <= rows:
         return np.stack((request, plan.q_indptr[:-1], plan.q_indptr[1:]), 1)
@@ -208,13 +208,13 @@ def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
 
 
 def layers(spec: GroupSpec) -> dict[AttnSpec, Tensor]:
-    """The constants of every layer of a group."""
+    """Returns the constants of every layer of a group."""
     return {attn: constants(attn, spec.heads) for attn in dict.fromkeys(spec.layers)}
 
 
 def constants(attn: AttnSpec, heads: int) -> Tensor:
-    """What the kernel is told of a layer, float32 [3 + heads]: pre (0: no soft cap, otherwise a
-    score x becomes tanh(x * pre)), c > 0 (what a score is multiplied by to be in log2 units), what
-    outputs are multiplied by; then every head's sink in log2 units, -inf for none."""
+    """Returns a layer's constants, float32 [3 + heads]: pre (0: no soft cap, otherwise a score x
+    becomes tanh(x * pre)), c > 0 (the factor that gives a score log2 units), the factor of the
+    outputs; then every head's sink in log2 units, -inf for none."""
     scales = (*base.score_constants(attn), base.value_scale(attn))
     return torch.from_numpy(np.array((*scales, *base.sink_logits2(attn, heads)), np.float32))

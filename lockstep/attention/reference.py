@@ -1,6 +1,6 @@
-"""The living definition: float64, a row at a time, straight from the address formula.
+"""The executable definition of attention: float64, a row at a time, from the address formula.
 
-Never tuned and never bent to a backend: positions, window and causality in plain words of its own.
+Never tuned and never adapted to a backend: it derives positions, window and causality by itself.
 `attend_row` is also the formula of the lab's oracle, which knows no pages at all.
 """
 
@@ -32,8 +32,8 @@ CAPS = replace(
 
 
 class Backend(base.Backend):
-    """No state, nothing derived: a launch asks the address formula for every key of every row. Its
-    handle is a group and its arrays, where they lie."""
+    """Has no state and derives nothing: `attend` applies the address formula to every key of every
+    row. The handle is the group's spec and its arrays in the image."""
 
     caps = CAPS
 
@@ -41,7 +41,7 @@ class Backend(base.Backend):
         return spec, views
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-        """One row after the other."""
+        """Computes one row after the other."""
         group, arrays = handle
         out = q.new_zeros(*q.shape[:2], keys.v.shape[2])
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
@@ -56,7 +56,7 @@ class Backend(base.Backend):
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """Softmax attention of one query. q [heads, d_qk], k [n, kv_heads, d_qk], v [n, kv_heads, d_v],
-    float64, true values: out [heads, d_v] and lse [heads]; with no keys and no sink, 0 and -inf."""
+    float64, unscaled. Returns out [heads, d_v], lse [heads]; 0 and -inf without keys and sinks."""
     group = q.shape[0] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("hd,nhd->hn", q, k) * spec.scale

@@ -1,8 +1,8 @@
-"""Which backend, and why: decided once, by what the model needs and what a backend says it can do.
+"""Chooses the backend, once and with a reason, by what the model needs and what `Caps` state.
 
 A backend is `lockstep/attention/<name>.py`, or an entry point of the group `lockstep.backends` in
-somebody else's package. Left to choose, only backends that promise bits are considered. A library
-that cannot be imported is a reason that is shown.
+another package. Unless one is named, only backends that promise bits are considered. A failed
+import is part of the reason that is shown.
 """
 
 import pkgutil
@@ -14,7 +14,7 @@ from lockstep.order import stored_len
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, GroupSpec, Layout, Refused
 
-HELPERS = ("base", "select")  # files of this folder that are no backend
+HELPERS = ("base", "select")  # files of this folder that are not backends
 BY_NAME = 'Ask for attention_backend="reference" by name: right values, no promise of bits, slow'
 FILES = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)])]
 OWN = sorted(set(FILES) - set(HELPERS), key=lambda name: (name == "reference", name))
@@ -31,8 +31,8 @@ names, load = BACKENDS.names, BACKENDS.make
 def select(
     name: str | None, specs: Sequence[GroupSpec], device: str, dtype: str = "float32"
 ) -> tuple[Backend, Choice]:
-    """The backend for a model on a torch device, with activations of `dtype`, and the reason.
-    `name` None takes the first that promises bits and can do everything."""
+    """Returns the backend for a model on a torch device, with activations of `dtype`, and the
+    reason. `name` None takes the first backend that promises bits and can serve all `specs`."""
     if name is not None:
         backend = load(name)
         for spec in specs:
@@ -65,7 +65,7 @@ def select(
 def refusal(
     caps: Caps, spec: GroupSpec, device: str, tails: bool = False, dtype: str = "float32"
 ) -> str | None:
-    """Why a backend cannot serve a group, or None. `tails`: the steps hold tree rows."""
+    """Returns why a backend cannot serve a group, or None. `tails`: steps may have tree rows."""
     for head in (spec.d_qk, spec.d_v):
         stored = stored_len(head)
         if stored % caps.head_multiple or stored > caps.head_max:

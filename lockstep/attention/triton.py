@@ -1,5 +1,5 @@
 """Attention on an NVIDIA GPU (sm_90): our own Triton kernels, in the canonical order of that device
-class. `lower` cuts a step into items, whose tables lie in its image; `attend` launches. Triton
+class. `lower` cuts a step into work items, whose tables are in its image; `attend` launches. Triton
 itself is imported by the first launch."""
 
 import os
@@ -32,15 +32,15 @@ CAPS = replace(
     order="canonical",
     invariances=base.INVARIANCES - {"threads"},
 )
-WIDEST = 16  # rows of every request, from which on a step is a prefill like any other
-EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has a few rows
+WIDEST = 16  # rows per request up to which a step counts as few rows; with more it is a prefill
+EXTRAS = (0, 16, 64, 256)  # room for items beyond one per block, where requests have few rows
 NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
-HALF = (-65504.0, 65504.0)  # float16's; a bfloat16 query in between loses nothing
+HALF = (-65504.0, 65504.0)  # the range of float16, to which bfloat16 queries are clamped
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel: its shape, how many items, and room for their parts per kv head."""
+    """One launch of the kernel: its shape, its items, and the room for their parts per kv head."""
 
     tuning: Tuning
     items: int
@@ -50,26 +50,26 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A group, bound: everything the kernel takes besides queries and keys."""
+    """A bound group: everything the kernel takes besides queries and keys."""
 
     spec: GroupSpec
-    launches: tuple[tuple[Launch, Tensor], ...]  # with the table of its items
+    launches: tuple[tuple[Launch, Tensor], ...]  # each with the table of its items
     arguments: dict[AttnSpec, Arguments]
 
 
 class Backend:
-    """No state."""
+    """Has no state."""
 
     caps = CAPS
 
     def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
-        """The items of all launches."""
+        """Returns the room for the items of all launches."""
         return ITEM * most_items(spec, bucket)
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> tuple[Launch, ...]:
-        """Writes the items; which launches there are, and how large, depends on the step. Where
-        every request has a few rows, a launch has items without rows behind its own, so that few
-        sizes serve all steps of a bucket."""
+        """Writes the items; returns the launches, whose number and size depend on the step. If all
+        requests have few rows, a launch is padded with items without rows, so that few sizes serve
+        all steps of a bucket."""
         spec = group.spec
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
@@ -90,7 +90,7 @@ class Backend:
     def wider(
         self, spec: GroupSpec, bucket: Bucket, variant: tuple[Launch, ...]
     ) -> tuple[tuple[Launch, ...], ...]:
-        """Of a few rows per request, with room for more items, up to what its pages could hold."""
+        """Returns launches with room for more items, up to the bucket's most, if rows are few."""
         if not few_rows(bucket) or len(variant) != 1:
             return ()
         (one,), rows = variant, spec.group_size * bucket.width
@@ -101,7 +101,7 @@ class Backend:
     def bind(
         self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: tuple[Launch, ...]
     ) -> Handle:
-        """The image's arrays as the kernels take them, and scratch."""
+        """Returns the image's arrays as the kernels take them, and scratch memory."""
         derived = torch.as_tensor(views.derived)
         sizes = [one.items for one in variant]
         tables = torch.split(derived.view(-1, ITEM)[: sum(sizes)], sizes)
@@ -121,14 +121,14 @@ class Backend:
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
     ) -> tuple[Tensor, Tensor]:
-        """A launch per tuning; none where there are no rows."""
+        """Runs one kernel per launch; none if there are no rows."""
         group = handle.spec
         check(q, keys, group)
         d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
         out = torch.empty(*q.shape[:2], d_v, dtype=q.dtype, device=q.device)
         if keys.k.dtype is torch.float16 and q.dtype is not torch.float16:
             q = q.clamp(*HALF).half()
-        # values are the first columns of the keys, in their memory: without a cache too
+        # whether values are the first columns of the keys, in the same memory, cached or fresh
         shared = keys.v.data_ptr() == keys.k.data_ptr()
         arguments = handle.arguments[spec] | {
             "q": widened(q, d_qk),
@@ -144,7 +144,7 @@ class Backend:
 
 
 def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
-    """Refuses queries and keys that no kernel takes."""
+    """Raises for queries and keys that no kernel takes."""
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1:] != (group.heads, group.d_qk):
         rule = f"queries are bfloat16 or float16 of [rows, {group.heads}, {group.d_qk}]"
         raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
@@ -154,7 +154,7 @@ def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
 
 
 def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
-    """Who sees what, on the host."""
+    """Returns what each row sees, on the host."""
     lo, hi = base.visible(plan, group)
     if isinstance(group, FreshGroup):
         return items.Rows(plan.q_indptr, lo, hi, hi, plan.q_indptr[:-1])
@@ -164,30 +164,30 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
 
 
 def rounded(one: Launch, rows: int) -> Launch:
-    """A launch of blocks of at most so many rows as one of few sizes: items beyond one per block
-    are rounded up, and every item may be a part."""
+    """Rounds a launch, whose blocks have at most `rows` rows, up to one of few sizes: of items
+    beyond one per block, and with room for every item to be a part."""
     items = one.counters + room_for(one.items - one.counters)
     return Launch(one.tuning, items, items * min(one.tuning.rows, rows), one.counters)
 
 
 def room_for(extra: int) -> int:
-    """So many items beyond one per block, rounded up."""
+    """Returns the number of items beyond one per block, rounded up."""
     return next((n for n in EXTRAS if n >= extra), power(extra))
 
 
 def few_rows(bucket: Bucket) -> bool:
-    """Whether all requests have as many rows, of decoding, of a draft or of what verifies one."""
+    """Whether all requests have the same few rows: a step that decodes, drafts or verifies."""
     return 0 < bucket.width <= WIDEST
 
 
 def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
-    """Whether rows of a step may name keys one by one."""
+    """Whether rows of a step may have slot lists."""
     return spec.layout is not Layout.FRESH and spec.causal and bucket.tail > 0
 
 
 def most_items(spec: GroupSpec, bucket: Bucket) -> int:
-    """Items of any step of a bucket, at most. A request's first block has one per split that it
-    sees; others are whole or, where they are few, have as many as the longest request's splits."""
+    """Returns the most items of any step of a bucket. A request's first block has one per split
+    that it sees; others have one or, where blocks are few, one per split of the longest request."""
     tree, tokens = has_trees(spec, bucket), bucket.tokens
     requests, flat = min(bucket.requests, tokens), tokens * spec.group_size
     splits = order.attention_order(order.SM90, spec.d_qk, spec.d_v).splits
@@ -207,7 +207,7 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
 
 @cache
 def scoring(attn: AttnSpec, heads: int, device: torch.device) -> Arguments:
-    """What a layer's launch needs of its spec; made once, since bringing sinks there waits."""
+    """Returns a layer's arguments of a launch; cached, as copying sinks to the device waits."""
     pre, c = base.score_constants(attn)
     return {
         "c": c,

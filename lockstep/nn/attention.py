@@ -1,6 +1,6 @@
 """Attention layers, projections around `step.attend`: dense, latent (MLA, absorbed: prefill and
-decode are the same attention over one shared row per token), and cross (an encoder's step stores
-the keys). A layer knows its number and its `GroupSpec`, no request and no page."""
+decode are the same attention over one shared row per token), and cross (an encode step stores the
+keys). A layer knows its index and its `GroupSpec`, no requests and no pages."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 
 CosSins = dict[Rope, CosSin]
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
-LATENT_NORM = RMSSpec(1e-6)  # whatever eps the other norms of the model have
+LATENT_NORM = RMSSpec(1e-6)  # independent of the eps of the model's other norms
 
 
 class AttentionContext(Protocol):
@@ -29,7 +29,7 @@ class AttentionContext(Protocol):
 
 
 class GroupLayer(NamedTuple):
-    """Where a layer's attention happens: a group, and the layer's number in it."""
+    """The KV group of an attention layer, and the layer's index in that group."""
 
     group: int
     layer: int
@@ -47,14 +47,14 @@ class DenseSpec:
     rope: Rope | None = None
     window: int | None = None  # keys a row sees, itself included
     soft_cap: float | None = None
-    qk_norm: RMSSpec | None = None  # with a rope only
+    qk_norm: RMSSpec | None = None  # only with a rope
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
 
     @staticmethod
     def plain(hidden: int, heads: int) -> "DenseSpec":
-        """Heads that share the row among them, with biases and without rope."""
+        """Returns heads that divide `hidden` among them, with biases and without rope."""
         d, scale = hidden // heads, 1 / math.sqrt(hidden // heads)
         bare = DenseSpec(hidden=hidden, heads=heads, kv_heads=heads, head_dim=d, scale=scale)
         return replace(bare, bias=True, out_bias=True)
@@ -62,7 +62,7 @@ class DenseSpec:
     def build(
         self, w: WeightSource, index: int, names: Sequence[str] = NAMES, width: int | None = None
     ) -> "Dense":
-        """Layer number `index`, its rows as wide as what it adds to them unless told otherwise."""
+        """Builds layer `index`. Its input has `width` columns, `hidden` by default."""
         d, norm = self.head_dim, self.qk_norm
         widths = (self.heads * d, self.kv_heads * d, self.kv_heads * d)
         qkv = w.fused(dict(zip(names, widths)), width or self.hidden, self.bias)
@@ -72,7 +72,7 @@ class DenseSpec:
         return Dense(index, self, qkv=qkv, out=out, ops=w.ops, qk_norm=qk_norm, sinks=sinks)
 
     def group(self, layout: Layout, sinks: tuple[float, ...] | None = None) -> GroupSpec:
-        """One layer of it as a group of its own; `sinks`: a logit per query head."""
+        """Returns the group of one such layer; `sinks`: a logit per query head."""
         return GroupSpec(
             layout=layout,
             heads=self.heads,
@@ -102,7 +102,7 @@ class Dense:
         return self.out(step.attend(self.index, *self._projected(x, cos_sin)))
 
     def store(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> None:
-        """The keys of rows whose attention nobody wants."""
+        """Stores the keys and values of rows whose attention is not needed."""
         _, k, v = self._projected(x, cos_sin)
         step.store(self.index, k, v)
 
@@ -127,7 +127,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Cross:
-    """Attention of a decoder's rows to an encoder's, which the encoder's step gives to `store`."""
+    """Attention of a decoder's rows to an encoder's, which the encode step passes to `store`."""
 
     index: int
     spec: DenseSpec
@@ -136,7 +136,7 @@ class Cross:
     out: Linear
 
     def store(self, x: Tensor, layer: int, step: AttentionContext) -> None:
-        """x [T, hidden], the encoder's output; `layer`: the number of this one in its step."""
+        """Stores keys and values of x [T, hidden], the encoder's output; `layer` of that step."""
         k, v = self.kv(x).view(len(x), 2 * self.spec.kv_heads, self.spec.head_dim).chunk(2, 1)
         step.store(layer, k, v)
 
@@ -191,7 +191,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, eq=False)
 class Latent:
-    """x [T, hidden] → [T, hidden]. `absorb`, `expand`: per head into the latent space and out."""
+    """x [T, hidden] → [T, hidden]. `absorb`, `expand`: per head, into and out of latent space."""
 
     index: int
     spec: LatentSpec
@@ -238,8 +238,8 @@ Grouped = tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]
 def groups_of(
     layers: Sequence[Attention], page_size: int = 16, kv_dtype: str = "float32"
 ) -> Grouped:
-    """Layers that keep and see their keys alike share a group, in order of their first. Returns the
-    groups, with the cache's page size and dtype unless they are fresh, and the layers' places."""
+    """Groups layers that store and see their keys alike, in order of their first layer. Returns the
+    groups, with the cache's page size and dtype unless they are fresh, and the layer map."""
     members: dict[GroupSpec, list[AttnSpec]] = {}
     layer_map = []
     for spec in (layer.group() for layer in layers):

@@ -1,6 +1,6 @@
-"""What a model is, and the decoder: a `DecoderSpec`, which a model file makes of a config (a
-variant is a `replace` of it), builds a `Decoder`, which holds the weights and maps rows to rows.
-Encoders and encoder-decoders are made of `PostBlock`."""
+"""What a model is, and the decoder. A model file makes a `DecoderSpec` from a config (a variant is
+a `replace` of it); the spec builds a `Decoder`, which has the weights and computes rows. Encoders
+and encoder-decoders are made of `PostBlock`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from lockstep.nn.rope import Rope
 from lockstep.ops import Ops
 from lockstep.types import GroupSpec, RuleError
 
-# the norms of a block, as the files call them
+# the norms of a block: field and name in the files
 NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
 SANDWICH_NORMS = NORMS | {
     "post_attention_norm": "post_attention_layernorm",
@@ -40,8 +40,8 @@ SANDWICH_NORMS = NORMS | {
 
 @dataclass(frozen=True, eq=False)
 class Model(ABC):
-    """What runs a model sees of it: ids [T], positions [T] and a lowered step → hidden [T, d] →
-    logits, if it has a head, or embeddings. A generating step's plan is built with `groups`."""
+    """The interface of a model: ids [T], positions [T] and a lowered step → hidden [T, d] → logits,
+    if it has a head, or embeddings. A generating step's plan is built with `groups`."""
 
     ops: Ops
     head: Linear | None
@@ -56,25 +56,25 @@ class Model(ABC):
     @property
     @abstractmethod
     def attentions(self) -> Sequence[Attention]:
-        """The attention layers of a step, in the order of their numbers."""
+        """The attention layers of a generating step, ordered by index."""
 
     @property
     def generates(self) -> bool:
         return self.head is not None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, d] → activations [S, vocab]; float32 where more than a product makes them."""
+        """hidden [S, d] → activations [S, vocab]; float32 if a soft cap or a bias is applied."""
         if self.head is None:
             rule = "a model that generates has a head"
             raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
         return self.head(hidden)
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        """Embeddings of whole requests, [B, d] float32 of length 1; `how`: see `layers.pool`."""
+        """Embeddings of whole requests, float32 [B, d], of norm 1; `how`: see `layers.pool`."""
         return pool(self.ops, hidden, q_indptr, how or self.pooling)
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
-        """The KV groups of a generating step."""
+        """Returns the KV groups of a generating step."""
         return groups_of(self.attentions, page_size, kv_dtype)[0]
 
     @property
@@ -83,7 +83,7 @@ class Model(ABC):
         return groups_of(self.attentions)[1]
 
     def cos_sin(self, positions: Tensor) -> CosSins:
-        """Of a step's rows, for every rope of the model."""
+        """Returns cos and sin of a step's positions, for every rope of the model."""
         angles = self.ops.rope_cos_sin
         return {rope: angles(positions, freqs, rope.factor) for rope, freqs in self._freqs.items()}
 
@@ -96,7 +96,7 @@ class Model(ABC):
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer. `sandwich`: the outputs of attention and feed-forward are normed too."""
+    """One layer. `sandwich`: the outputs of attention and feed-forward are normalized too."""
 
     attn: DenseSpec | LatentSpec
     mlp: MlpSpec | MoeSpec
@@ -121,10 +121,10 @@ class DecoderSpec:
     tied: bool
     embed_scale: float = 1.0
     logit_cap: float | None = None
-    unused: tuple[str, ...] = ()  # patterns of tensors that the files may hold as well
+    unused: tuple[str, ...] = ()  # patterns of other tensors that the files may hold
 
     def build(self, weights: WeightSource) -> "Decoder":
-        """A checkpoint of the trunk has no "model." before its names and, untied, no head."""
+        """Builds the model. A trunk's checkpoint has no "model." in names and, untied, no head."""
         w = weights if weights.has("embed_tokens.weight") else weights.at("model")
         w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
         for pattern in self.unused:
@@ -150,14 +150,14 @@ class DecoderSpec:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """x + attention(norm x), then x + feed-forward(norm x), of what `input_norm` made: the decoder
-    norms before the block, and so adds what the block before it left to be added."""
+    """x + attention(norm x), then x + feed-forward(norm x). The decoder applies `input_norm` before
+    the block, and with it adds the previous block's output to the residual."""
 
     attn: Dense | Latent
     mlp: Mlp | Moe
     input_norm: RMSNorm
     pre_mlp_norm: RMSNorm
-    post_attention_norm: RMSNorm | None = None  # like the next, where the model has one
+    post_attention_norm: RMSNorm | None = None  # this and the next: of `sandwich` blocks
     post_mlp_norm: RMSNorm | None = None
 
     def __call__(
@@ -175,7 +175,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class PostBlock:
-    """Of bert and bart: norm(x + attention), the same with a cross one, norm(x + feed-forward)."""
+    """A bert or bart block: norm(x + attention), norm(x + cross), norm(x + feed-forward)."""
 
     attn: Dense
     attn_norm: LayerNorm
@@ -193,7 +193,7 @@ class PostBlock:
 
 @dataclass(frozen=True, eq=False)
 class PostStack:
-    """Blocks behind the norm of rows and their learnt positions."""
+    """Adds learned positions to rows, normalizes, then applies the blocks."""
 
     positions: Embedding
     norm: LayerNorm
@@ -208,7 +208,7 @@ class PostStack:
 
 @dataclass(frozen=True, eq=False)
 class Decoder(Model):
-    """The model of a `DecoderSpec`."""
+    """A decoder-only model, built by a `DecoderSpec`."""
 
     spec: DecoderSpec
     embedding: Embedding
@@ -221,7 +221,7 @@ class Decoder(Model):
     def hidden_states(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """What `logits` takes, and behind each of `layers` the sum that the next norm takes."""
+        """Returns the input of `logits`, and for each of `layers` the residual after that layer."""
         cos_sin, residual = self.cos_sin(positions), self.embedding(ids)
         hidden = self.blocks[0].input_norm(residual)
         norms = [*(block.input_norm for block in self.blocks[1:]), self.norm]

@@ -1,8 +1,8 @@
-"""The plain layers, linear, norms and embedding, and where their weights come from: a name and a
-shape → a tensor, and the operations that it is used with.
+"""The plain layers (linear, norms, embedding) and the source of their weights: a name and a shape →
+a tensor, and the device's operations.
 
 A model is built twice by the same code: first against a source that only notes names and shapes,
-then against the files (`models.loader`). A norm takes a row, in float32, and rounds it once."""
+then against the files (`models.loader`). A norm computes in float32 and rounds once."""
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -41,7 +41,7 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum): what goes on, and the residual for the next."""
+        """Returns (norm of the sum, the sum): the next layer's input, and the residual."""
         total, normed = self.ops.add_rms_norm(hidden, residual, self.weight, self.eps)
         return normed, total
 
@@ -83,53 +83,53 @@ def pool(ops: Ops, hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class WeightSource:
-    """The weights below `prefix`, for a device."""
+    """The weights whose names begin with `prefix`, for a device."""
 
-    take: Callable[[str, tuple[int, ...]], Tensor]  # by name and shape, a float32 tensor
-    unused: Callable[[str], None]  # is told a pattern of names that a model leaves alone
+    take: Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) → a float32 tensor
+    unused: Callable[[str], None]  # is passed each pattern of names that a model does not use
     names: Container[str]
     ops: Ops
     prefix: str = ""
 
     def at(self, *parts: str | int) -> Self:
-        """The weights of a part: w.at("layers", 3)."""
+        """Returns the weights of a part: w.at("layers", 3)."""
         return replace(self, prefix=self.prefix + "".join(f"{part}." for part in parts))
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.names
 
     def skip(self, pattern: str) -> None:
-        """The files may hold tensors of these names, a regular expression, that nobody needs."""
+        """Allows tensors in the files that the model does not use; `pattern` is a regex."""
         self.unused(re.escape(self.prefix) + pattern)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor, which must have this shape: float32."""
+        """Returns one tensor, which must have this shape, as float32."""
         return self.take(self.prefix + name, shape)
 
     def rows(self, name: str, *shape: int) -> Tensor:
-        """One tensor in the dtype of activations: what rows are taken from, or added to them."""
+        """Returns one tensor in the dtype of activations: its rows are looked up, or added."""
         return self.tensor(name, *shape).to(self.ops.dtype)
 
     def pack(
         self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Packed:
-        """A tensor that was taken before, [n, k] or [g, n, k], as the table's GEMM wants it; one of
-        the meta device, a shape without numbers, as it is. `dtype`: of rows, if not the table's."""
+        """Returns a tensor taken before, [n, k] or [g, n, k], in the format of the table's GEMM; a
+        meta tensor, which has no numbers, as it is. `dtype`: of rows, if not the table's."""
         if weight.is_meta:
             return weight
         dtype = dtype or self.ops.dtype
         return self.ops.pack(weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def linear(self, name: str, n: int, k: int, bias: bool = False) -> Linear:
-        """The GEMM of `name`.weight [n, k], and `name`.bias [n]."""
+        """Returns the GEMM of `name`.weight [n, k], and `name`.bias [n]."""
         return self.fused({name: n}, k, bias)
 
     def fused(self, widths: Mapping[str, int], k: int, bias: bool = False) -> Linear:
-        """One GEMM for several weights of the same input: their outputs lie behind one another."""
+        """Returns one GEMM for several weights of one input; their outputs are concatenated."""
         return Linear(self.pack(*self.affine(widths, k, bias)), self.ops)
 
     def affine(self, widths: Mapping[str, int], k: int, bias: bool = False) -> Affine:
-        """Per name and width n, `name`.weight [n, k] and `name`.bias [n], joined and unpacked."""
+        """Returns `name`.weight [n, k] and `name`.bias [n] of all names, joined and not packed."""
         weights, biases = [], []
         for name, n in widths.items():
             weights.append(self.tensor(f"{name}.weight", n, k))
@@ -139,7 +139,7 @@ class WeightSource:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Tensors behind one another; of meta tensors the shape: torch.cat would load a compiler."""
+    """Concatenates tensors; of meta tensors the shapes: torch.cat would load a compiler."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].is_meta:
@@ -153,13 +153,13 @@ def stack(parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class RMSSpec:
-    """The RMS norms of a model. `plus_one`: the file holds w, the layer multiplies with 1 + w."""
+    """The RMS norms of a model. `plus_one`: the file holds w, the layer multiplies by 1 + w."""
 
     eps: float
     plus_one: bool = False
 
     def weight(self, w: WeightSource, name: str, size: int) -> Tensor:
-        """float32 [size], as it is multiplied with."""
+        """Returns the factors of a norm, float32 [size]."""
         weight = w.tensor(f"{name}.weight", size)
         return weight + 1.0 if self.plus_one else weight
 
@@ -168,7 +168,7 @@ class RMSSpec:
 
 
 def layer_norm(w: WeightSource, size: int, eps: float) -> LayerNorm:
-    """The norm below `w`. Old files call its weight and bias gamma and beta."""
+    """Builds the norm at `w`. Old files call its weight and bias gamma and beta."""
     names = ("gamma", "beta") if w.has("gamma") else ("weight", "bias")
     weight, bias = (w.tensor(name, size) for name in names)
     return LayerNorm(weight, bias, eps, w.ops)

@@ -1,6 +1,6 @@
-"""Feed-forward layers: plain, gated, and mixtures of experts: a router in float32, all experts of a
-layer as one stacked weight for a grouped GEMM, and a row's results added in its own slot order.
-Nothing is read back. A config's activation is an operation of the device."""
+"""Feed-forward layers: plain, gated, and mixtures of experts. A mixture has a router in float32 and
+all experts of a layer as one stacked weight for a grouped GEMM; a row adds its experts' results in
+its own order. Nothing is read back. A config's activation is an operation of the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def activation(name: str) -> Activation:
 
 
 class ClampedGlu(NamedTuple):
-    """What `Ops.clamped_swiglu` takes besides the rows."""
+    """The constants that `Ops.clamped_swiglu` takes."""
 
     alpha: float
     limit: float
@@ -40,7 +40,7 @@ class ClampedGlu(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """down(act(up(x))). Where `act` has a gate, `up` holds gate and up behind one another."""
+    """down(act(up(x))). If `act` has a gate, `up` computes gate and up, concatenated."""
 
     up: Linear
     down: Linear
@@ -60,11 +60,11 @@ class MlpSpec:
     bias: bool = False
 
     def gate_up(self, w: WeightSource) -> Affine:
-        """Gate and up as one weight, and their bias, unpacked."""
+        """Returns gate and up as one weight, and their bias, not packed."""
         return w.affine({"gate_proj": self.inner, "up_proj": self.inner}, self.hidden, self.bias)
 
     def ungated(self, w: WeightSource, up: str, down: str) -> Mlp:
-        """Two layers of these names, without a gate."""
+        """Builds two layers of these names, without a gate."""
         first = w.linear(up, self.inner, self.hidden, self.bias)
         second = w.linear(down, self.hidden, self.inner, self.bias)
         return Mlp(first, second, partial(w.ops.activate, act=activation(self.act)))
@@ -82,7 +82,7 @@ Load = Callable[[WeightSource, int, MlpSpec], Experts]
 
 @dataclass(frozen=True, eq=False)
 class Moe:
-    """Routed experts, and one that every row passes through, if the model has it."""
+    """Routed experts, and a shared expert that every row uses, if the model has one."""
 
     router: Linear
     correction: Tensor | None
@@ -104,7 +104,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Which experts, how chosen, where the router lies. `shared`: one for all rows."""
+    """The experts, how they are chosen, the router's name. `shared`: an expert for all rows."""
 
     routing: Routing
     expert: MlpSpec
@@ -113,7 +113,7 @@ class MoeSpec:
     correction: bool = False
     shared: MlpSpec | None = None
     gate: ClampedGlu | None = None  # if not the expert's activation
-    load: Load | None = None  # how a model keeps its experts, if not one by one
+    load: Load | None = None  # reads the experts of a model that does not store them one by one
 
     def build(self, w: WeightSource) -> Moe:
         n, expert = self.routing.experts, self.expert
@@ -138,7 +138,7 @@ class MoeSpec:
 
 
 def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> Experts:
-    """Experts that lie in the files as layers of their own, without biases."""
+    """Reads experts that the files hold as layers of their own, without biases."""
     ups, downs = [], []
     for part in map(w.at, range(n)):
         downs.append(part.tensor("down_proj.weight", expert.hidden, expert.inner))
