@@ -1,6 +1,6 @@
-"""Bart: an encoder, and a decoder whose layers look at its rows. A request begins with an encode
-step: the encoder's layers keep nothing, and the keys and values of every cross attention are stored
-for the decode steps; the cross group is in both kinds of step."""
+"""Bart: an encoder, and a decoder whose layers attend to its rows. A request begins with an encode
+step: the encoder's layers cache nothing, and the keys and values of every cross attention are
+stored for the decode steps; the cross group is in both kinds of step."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ EPS = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Bart(Model):
-    """`encode` once per request, in a step of `encoder_groups`; then steps of `groups`, with the
-    self attentions and then the cross attentions. Sources and answers have the same positions."""
+    """`encode` runs once per request, in a step of `encoder_groups`; then steps of `groups`, with
+    the self attentions before the cross ones. Source and answer both start at position 0."""
 
     encodes = True
     words: Embedding
@@ -33,7 +33,7 @@ class Bart(Model):
     head_bias: Tensor | None
 
     def encode(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
-        """The encoder's rows [T, d], whose keys and values every decoder layer now has."""
+        """Returns the encoder's rows [T, d], after storing their keys for all decoder layers."""
         x = self.encoder(self.words(ids), positions + OFFSET, step)
         for at, cross in enumerate(self._crosses, start=len(self.encoder.blocks)):
             cross.store(x, at, step)
@@ -51,8 +51,8 @@ class Bart(Model):
         return [*(block.attn for block in self.decoder.blocks), *self._crosses]
 
     def encoder_groups(self, page_size: int, kv_dtype: str) -> Grouped:
-        """Of an encode step: the groups of the encoder's layers, fresh, and the cross group that is
-        filled; the places of the encoder's attentions, then of the cross attentions."""
+        """Returns an encode step's groups (fresh ones of the encoder, the cross group it fills) and
+        its layer map: the encoder's attentions, then the cross attentions."""
         layers: list[Attention] = [block.attn for block in self.encoder.blocks]
         return groups_of([*layers, *self._crosses], page_size, kv_dtype)
 

@@ -1,4 +1,4 @@
-"""Bert: an encoder. Rows see all rows of their request, nothing is kept; it gives embeddings."""
+"""Bert: an encoder for embeddings. Rows see all rows of their request; nothing is cached."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ NAMES = ("self.query", "self.key", "self.value", "output.dense")
 class Bert(Model):
     """A step's groups are fresh, so its page size and dtype do not matter."""
 
-    words: Embedding  # each with the first segment's embedding: a request is one segment
+    words: Embedding  # with the first segment's embedding added: a request is one segment
     encoder: PostStack
 
     pooling: ClassVar[str] = "mean"

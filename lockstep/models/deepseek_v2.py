@@ -1,5 +1,4 @@
-"""DeepSeek V2: latent attention, and experts of which the best groups take part, beside one that
-all rows share."""
+"""DeepSeek V2: latent attention, experts restricted to the best groups, and a shared expert."""
 
 import math
 from dataclasses import replace
@@ -28,7 +27,7 @@ def describe(config: Config) -> DecoderSpec:
 
 
 def attention(config: Config, interleaved: bool) -> LatentSpec:
-    """The scale of the whole key, with yarn's temperature where the config asks for it."""
+    """Scales by the whole key's size, and by yarn's temperature where the config asks for it."""
     params = config.rope_parameters
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
     if params["rope_type"] != "default" and params.get("mscale_all_dim"):
@@ -49,7 +48,7 @@ def attention(config: Config, interleaved: bool) -> LatentSpec:
 
 
 def decoder(config: Config, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
-    """The first layers are dense; the others have experts, and one as wide as n_shared_experts."""
+    """The first layers are dense; the others have routed experts, and n_shared_experts as one."""
     inner = config.moe_intermediate_size
     shared = replace(dense, inner=inner * config.n_shared_experts)
     moe = replace(moe, expert=replace(dense, inner=inner, bias=False), shared=shared)

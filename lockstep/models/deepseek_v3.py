@@ -23,5 +23,5 @@ def describe(config: Config) -> DecoderSpec:
     dense = llama.mlp(config)
     attn = deepseek_v2.attention(config, interleaved=config.rope_interleave)
     moe = MoeSpec(routing, dense, correction=True)
-    further = rf"model\.layers\.{config.num_hidden_layers}\..*"  # predicts further tokens
+    further = rf"model\.layers\.{config.num_hidden_layers}\..*"  # for multi-token prediction
     return replace(deepseek_v2.decoder(config, attn, dense, moe), unused=(further,))

@@ -19,7 +19,7 @@ def describe(config: Config) -> DecoderSpec:
 
 
 def attention(config: Config, rope_parameters: Params | None = None) -> DenseSpec:
-    """Scores are scaled by a number of the config, not by the head size."""
+    """Scales scores by the config's query_pre_attn_scalar, not by the head size."""
     if config.use_bidirectional_attention:
         rule = "a decoder is causal"
         raise RuleError(rule, "use_bidirectional_attention", "Use a causal checkpoint")

@@ -1,5 +1,5 @@
-"""gpt-oss: sinks in every head, windows on every other layer, and experts kept in one tensor with
-gate and up columns taking turns."""
+"""gpt-oss: sinks in every head, windows on every other layer, and experts stored in one tensor with
+gate and up columns interleaved."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ def describe(config: Config) -> DecoderSpec:
 
 @dataclass(frozen=True)
 class Stacked:
-    """All experts of a layer, from tensors of [experts, in, out]."""
+    """Reads all experts of a layer from tensors of [experts, in, out]."""
 
     def __call__(self, w: WeightSource, n: int, expert: MlpSpec) -> Experts:
         hidden, inner = expert.hidden, expert.inner

@@ -1,5 +1,5 @@
 """Llama: the plain decoder that most others are variants of. `attention`, `mlp` and `decoder` read
-what all their configs have."""
+the fields that all their configs have."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def describe(config: Config) -> DecoderSpec:
 
 def attention(config: Config, rope_parameters: rope.Params | None = None) -> DenseSpec:
     """Grouped-query attention with rope, no biases, all keys."""
-    stated = getattr(config, "head_dim", None)  # where it is not, it is implied
+    stated = getattr(config, "head_dim", None)  # if absent, it is hidden_size over heads
     d = int(stated or config.hidden_size // config.num_attention_heads)
     params = rope_parameters or config.rope_parameters
     return DenseSpec(
@@ -41,13 +41,13 @@ def mlp(config: Config) -> MlpSpec:
 def decoder(
     config: Config, attn: DenseSpec | LatentSpec, mlps: MlpSpec | Sequence[MlpSpec | MoeSpec]
 ) -> DecoderSpec:
-    """A decoder whose layers share an attention; one feed-forward for all layers, or one each."""
+    """Returns a decoder with one attention for all layers, one feed-forward for all or one each."""
     each = [mlps] * config.num_hidden_layers if isinstance(mlps, MlpSpec) else mlps
     return of_blocks(config, [BlockSpec(attn, mlp) for mlp in each])
 
 
 def of_blocks(config: Config, blocks: Sequence[BlockSpec]) -> DecoderSpec:
-    """What all these configs say besides their layers."""
+    """Returns a decoder of these blocks, with the other fields that all these configs have."""
     return DecoderSpec(
         vocab_size=config.vocab_size,
         hidden=config.hidden_size,
@@ -59,8 +59,8 @@ def of_blocks(config: Config, blocks: Sequence[BlockSpec]) -> DecoderSpec:
 
 
 def windowed(config: Config, spec: DecoderSpec) -> DecoderSpec:
-    """The model with the window of its config in the layers that layer_types says: transformers' w
-    counts the row itself, as ours does."""
+    """Sets the config's window in the layers that layer_types names: transformers' w counts the row
+    itself, as ours does."""
     kinds, blocks = config.layer_types, list(spec.blocks)
     if len(kinds) != len(blocks):
         got = f"{len(kinds)} types, {len(blocks)} layers"

@@ -1,6 +1,6 @@
-"""From a folder or a hub id to a model: config.json, safetensors, and what both must agree on.
-Nothing in a folder is trusted: no code of it runs, and every size that a config states is compared
-with what the files hold before anything is allocated."""
+"""Loads a model from a folder or a hub id: config.json and safetensors, which must agree. A folder
+is not trusted: no code of it runs, and every size that a config states is compared with what the
+files hold before anything is allocated."""
 
 import hashlib
 import importlib
@@ -34,14 +34,14 @@ from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 T = TypeVar("T")
 ON_CPU = EngineConfig(device="cpu")
 Entries = Mapping[str, "Entry"]
-Build = Callable[[WeightSource], T]  # what makes it of weights
-# such a config.json is read as it is, without importing transformers for its defaults
+Build = Callable[[WeightSource], T]  # makes a model from weights
+# a config.json with this key is read as it is, without importing transformers for its defaults
 STATED = "lockstep_states_every_field"
 CHECK_PATH, CHECK_FILE = "Check the path", "Check the file"
 TOGETHER = "Check that config and weights belong together"
 SHOWN = 4  # names in an error
-SEED, SPREAD = 0, 0.02  # of weights that are drawn
-FAULTS = 1000  # when so many tensors are missing the rest is not looked at
+SEED, SPREAD = 0, 0.02  # of random weights
+FAULTS = 1000  # with more missing tensors than these the check ends early
 BROKEN = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
 FLOATS = {"F32", "F16", "BF16", "F64"}
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -59,7 +59,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Info:
-    """What a model's surroundings need to know of its config."""
+    """What the engine needs to know of a model besides its layers."""
 
     model_type: str
     folder: Path
@@ -68,9 +68,9 @@ class Info:
     max_position: int
     eos_token_ids: tuple[int, ...]
     decoder_start_token_id: int | None
-    device: Choice  # which table of operations computes, and why
-    rope_context: int | None = None  # what a dynamic rope was stretched for; None: not stretched
-    weights: str = "none"  # the digest of the tensors that were read, whatever files they lay in
+    device: Choice  # the table of operations, and the reason
+    rope_context: int | None = None  # the length a dynamic rope was stretched to; None: it was not
+    weights: str = "none"  # the digest of the tensors that were read, not of the files
 
 
 class Loaded(NamedTuple):
@@ -89,9 +89,9 @@ class Entry(NamedTuple):
 
 
 def load(path_or_id: str | Path, options: EngineConfig = ON_CPU) -> Loaded:
-    """The model in a folder, or of a hub id, in the dtype that was asked for or the device's own.
-    With `load_format` "dummy" weights are random, of a fixed seed. Only a dynamic rope depends on
-    `context_length`: it is stretched for one beyond the config's own."""
+    """Loads the model of a folder or a hub id, in the requested dtype or the device's default. With
+    `load_format` "dummy" weights are random, with a fixed seed. Only a dynamic rope depends on
+    `context_length`: it is stretched to one beyond the config's own."""
     ops, choice = select(options.device, options.dtype)
     folder = local_folder(path_or_id)
     raw = read_json(folder, "config.json")
@@ -113,8 +113,8 @@ def load(path_or_id: str | Path, options: EngineConfig = ON_CPU) -> Loaded:
 def built(
     described: Callable[[], Build[T]], what: str, entries: Entries | None, ops: Ops
 ) -> tuple[T, str]:
-    """What `described()` makes of weights, and their digest: made once without numbers, to see that
-    the files hold all it asks for and no more, then of them. Without files weights are drawn."""
+    """Returns what `described()` builds, and the weights' digest. Builds twice: without numbers, to
+    check that the files hold what is asked for and no more, then of them, or of random weights."""
     asked, unused, known = dict[str, tuple[int, ...]](), list[str](), entries or {}
 
     def note(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -143,7 +143,7 @@ def built(
 
 
 def judge(entries: Entries, asked: Mapping[str, tuple[int, ...]], unused: Sequence[str]) -> None:
-    """Raises unless the files hold what was asked for, all of it and nothing else but `unused`."""
+    """Raises unless the files hold all tensors asked for, and else only those of `unused` names."""
     there = {name: entry.shape for name, entry in entries.items()}
     wrong = [(name, shape) for name, shape in asked.items() if there.get(name) != shape]
     misshapen = [(name, there[name], shape) for name, shape in wrong if name in there]
@@ -161,7 +161,7 @@ def judge(entries: Entries, asked: Mapping[str, tuple[int, ...]], unused: Sequen
 
 
 def check_room(ops: Ops, elements: int) -> None:
-    """Raises unless a GPU has room for so many weights, before the first is brought there."""
+    """Raises unless a GPU has room for `elements` weights, before the first is copied there."""
     if ops.device.type != "cuda":
         return
     free, needed = torch.cuda.mem_get_info(ops.device)[0], elements * ops.dtype.itemsize
@@ -172,7 +172,7 @@ def check_room(ops: Ops, elements: int) -> None:
 
 
 def drawn(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Random weights, a function of the name; those of norms lie around 1."""
+    """Returns random weights, a function of the name; those of norms are around 1."""
     generator = torch.Generator(device).manual_seed(SEED + zlib.crc32(name.encode()))
     weights = torch.randn(shape, generator=generator, device=device) * SPREAD
     return weights + 1.0 if len(shape) == 1 and name.endswith("norm.weight") else weights
@@ -183,7 +183,7 @@ def model_types() -> list[str]:
 
 
 def model_module(raw: Mapping[str, Any]) -> ModuleType:
-    """The file of a config's model_type."""
+    """Returns the module of a config's model_type."""
     name, known = raw.get("model_type"), model_types()
     if not isinstance(name, str) or name not in known:
         rule = f"model_type is one of {', '.join(known)}"
@@ -197,9 +197,9 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
 
 
 def local_folder(path_or_id: str | Path) -> Path:
-    """The folder itself, or the download of a hub id: weights, configs and tokenizer files."""
+    """Returns the folder, or the download of a hub id: weights, configs and tokenizer files."""
     folder = Path(path_or_id)
-    if os.path.isdir(folder):  # a name that no file can have is no folder
+    if os.path.isdir(folder):  # False, and no error, for a name that no file can have
         return folder
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(path_or_id)) or os.path.exists(folder):
         rule = "a model is a folder or a hub id of the form owner/name"
@@ -216,7 +216,7 @@ def local_folder(path_or_id: str | Path) -> Path:
 
 
 def parse_config(folder: Path, raw: Mapping[str, Any]) -> Any:
-    """The config as transformers reads it. No code of the folder runs."""
+    """Returns the config as transformers reads it. No code of the folder runs."""
     if raw.get(STATED):
         return SimpleNamespace(**raw)
     from transformers import AutoConfig
@@ -230,7 +230,7 @@ def parse_config(folder: Path, raw: Mapping[str, Any]) -> Any:
 
 
 def scan(folder: Path, maps: Container[str] = ()) -> dict[str, Entry]:
-    """Every tensor of the folder's safetensors, from their headers; `maps` are no weights."""
+    """Returns all tensors of the folder's safetensors, by header; `maps` need not be floats."""
     entries: dict[str, Entry] = {}
     for path, listed_names in weight_files(folder).items():
         found = _header(path)
@@ -252,7 +252,7 @@ def scan(folder: Path, maps: Container[str] = ()) -> dict[str, Entry]:
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
-    """File → the tensors that an index places in it (none, if there is no index)."""
+    """Returns file → the tensors that the index assigns to it (none if there is no index)."""
     if has(folder, "model.safetensors.index.json"):
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
@@ -281,7 +281,7 @@ def _header(path: Path) -> dict[str, Entry]:
 
     try:
         with safe_open(path, "pt") as file:
-            names = file.keys()  # it is no dict, and cannot be walked itself
+            names = file.keys()  # the file is not a dict and cannot be iterated itself
             views = [(name, file.get_slice(name)) for name in names]
             return {n: Entry(path, tuple(v.get_shape()), str(v.get_dtype())) for n, v in views}
     except (SafetensorError, OSError) as error:
@@ -292,7 +292,7 @@ def _header(path: Path) -> dict[str, Entry]:
 def reader(
     entries: Entries, stack: ExitStack, device: torch.device, digests: dict[str, bytes]
 ) -> Any:
-    """`take` from the mapped files: a tensor is copied, and its digest noted, when asked for."""
+    """Returns `take`, which copies a tensor from the mapped files and notes its digest."""
     from safetensors import safe_open
 
     paths = {entry.file for entry in entries.values()}
@@ -302,13 +302,13 @@ def reader(
         tensor: Tensor = files[entries[name].file].get_tensor(name)
         if name not in digests:
             digests[name] = digest(tensor)
-        return tensor.to(device).to(torch.float32)  # as it is stored, then widened there
+        return tensor.to(device).to(torch.float32)  # copied as stored, widened on the device
 
     return take
 
 
 def together(entries: Entries, digests: Mapping[str, bytes]) -> str:
-    """One digest of all tensors, names, dtypes, shapes and bytes, in whatever files they lie."""
+    """Returns a digest of all tensors (names, dtypes, shapes, bytes), however files split them."""
     whole = hashlib.blake2b(digest_size=8)
     for name, each in sorted(digests.items()):
         whole.update(repr((name, entries[name].dtype, entries[name].shape, each.hex())).encode())
@@ -316,7 +316,7 @@ def together(entries: Entries, digests: Mapping[str, bytes]) -> str:
 
 
 def check_sizes(raw: Mapping[str, Any], entries: Entries) -> None:
-    """No count of a config is beyond what the files hold: nothing is allocated for a lie."""
+    """Raises if a size in the config exceeds what the files hold, before memory is allocated."""
     largest = max((max(e.shape, default=1) for e in entries.values()), default=0)
     limits = {**dict.fromkeys(SIZES, largest), **dict.fromkeys(LAYERS, len(entries))}
     for key, limit in limits.items():
@@ -328,7 +328,7 @@ def check_sizes(raw: Mapping[str, Any], entries: Entries) -> None:
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """There are positions, and what stabilises a norm does."""
+    """Raises unless max_position_embeddings is at least 1 and epsilons are not negative."""
     for key in EPSILONS:
         value = raw.get(key, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
@@ -338,7 +338,7 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def describe(folder: Path, config: Any, model: Model, device: Choice, weights: str) -> Info:
-    """The facts of a config, the generation_config's end tokens first."""
+    """Returns a model's `Info`; generation_config.json's special tokens precede config.json's."""
     file = "generation_config.json"
     extra = read_json(folder, file) if has(folder, file) else {}
     start = special_ids("decoder_start_token_id", extra, config) if model.encodes else ()
@@ -358,7 +358,7 @@ def describe(folder: Path, config: Any, model: Model, device: Choice, weights: s
 
 
 def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, ...]:
-    """The tokens that generation_config.json, or else config.json, gives under this name."""
+    """Returns the tokens that generation_config.json, or else config.json, has under this name."""
     file = "generation_config.json" if name in extra else "config.json"
     given = extra.get(name, getattr(config, name, None))
     if given is None:
@@ -372,6 +372,6 @@ def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, 
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Returns the first few names, and how many more there are."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest

@@ -1,9 +1,9 @@
-"""Rotary positions: frequencies are constants of the load, angles a function of the position.
+"""Rotary positions: frequencies are fixed at load, angles are a function of the position.
 
-Frequencies are float64, rounded once to float32, their powers and logarithms those of the decimal
-module, which asks no math library. Dynamic NTK as published makes a key depend on how long the
-sequence is when it is computed. Here it is decided at load: the plain base, unless a context beyond
-max_position was asked for (`for_context`); then the published one at exactly that length.
+Frequencies are float64, rounded once to float32; their powers and logarithms are those of the
+decimal module, which calls no math library. Dynamic NTK as published makes a key depend on how long
+the sequence is when it is computed. Here the base is fixed at load: the plain one, unless a context
+beyond max_position was asked for (`for_context`); then the published one for exactly that length.
 """
 
 import decimal
@@ -19,14 +19,14 @@ from lockstep.types import RuleError
 
 Params = Mapping[str, Any]
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-CONTEXT = "context_length"  # a key of dynamic rope parameters: what the base is stretched for
-BROKEN = (KeyError, TypeError, ValueError, ArithmeticError)  # parameters are at fault
+CONTEXT = "context_length"  # a key of dynamic rope parameters: the length the base is stretched to
+BROKEN = (KeyError, TypeError, ValueError, ArithmeticError)  # what bad parameters raise
 EXACT = decimal.Context(prec=40)  # digits; a float64 has 17
 
 
 @dataclass(frozen=True)
 class Rope:
-    """dim/2 frequencies. `interleaved`: columns 2i and 2i+1 turn together, else i and i + dim/2."""
+    """dim/2 frequencies. `interleaved`: columns 2i, 2i+1 rotate together, else i and i + dim/2."""
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
@@ -37,7 +37,7 @@ class Rope:
 
 
 def make(params: Params, dim: int, max_position: int, interleaved: bool = False) -> Rope:
-    """A model's rope from its config's rope_parameters, for heads of `dim` rotated columns."""
+    """Makes a rope from a config's rope_parameters, for heads of `dim` rotated columns."""
     kind = params.get("rope_type", "default")
     if kind not in KINDS:
         rule = f"rope_type is one of {', '.join(KINDS)}"
@@ -65,8 +65,8 @@ def make(params: Params, dim: int, max_position: int, interleaved: bool = False)
 
 
 def for_context(params: Params, max_position: int, context_length: int | None) -> dict[str, Any]:
-    """Rope parameters for a context: dynamic ones take note of a length beyond max_position, all
-    others stay what they are. Parameters may also be one such mapping per layer type."""
+    """Returns rope parameters for a context: dynamic ones record a length beyond max_position, all
+    others are unchanged. Parameters may also be one such mapping per layer type."""
     own = {
         k: for_context(v, max_position, context_length) if isinstance(v, Mapping) else v
         for k, v in params.items()
@@ -78,13 +78,13 @@ def for_context(params: Params, max_position: int, context_length: int | None) -
 
 
 def longest(params: Params, max_position: int) -> int:
-    """Positions that a model is asked for: max_position, or what a dynamic rope is stretched to."""
+    """Returns the number of positions: max_position, or what a dynamic rope is stretched to."""
     nested = [longest(each, max_position) for each in params.values() if isinstance(each, Mapping)]
     return max([int(params.get(CONTEXT, max_position)), *nested])
 
 
 def power(base: float, exponent: float) -> float:
-    """base ** exponent of a positive base, rounded once."""
+    """Returns base ** exponent for a positive base, rounded once."""
     return float(EXACT.power(decimal.Decimal(base + 0.0), decimal.Decimal(exponent)))
 
 
@@ -113,7 +113,7 @@ def _frequencies(theta: float, dim: int) -> list[float]:
 
 
 def _llama3(freq: float, params: Params) -> float:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Stretches long waves by the factor, keeps short ones, blends those in between."""
     factor: float = params["factor"]
     low, high = params["low_freq_factor"], params["high_freq_factor"]
     length = params["original_max_position_embeddings"]
@@ -127,7 +127,7 @@ def _llama3(freq: float, params: Params) -> float:
 
 
 def mscale(scale: float, weight: float = 1.0) -> float:
-    """Yarn's temperature for a stretch of `scale`."""
+    """Returns yarn's temperature for a stretch of `scale`."""
     return 1.0 if scale <= 1 else 0.1 * weight * ln(scale) + 1.0
 
 
@@ -152,5 +152,5 @@ def _yarn(params: Params, dim: int, max_position: int) -> tuple[list[float], flo
 
 
 def _yarn_dim(rotations: float, dim: int, theta: float, length: int) -> float:
-    """The column whose wave turns this often within the original length."""
+    """Returns the column whose angle makes this many rotations within the original length."""
     return (dim * ln(length / (rotations * 2 * math.pi))) / (2 * ln(theta))
