@@ -1,9 +1,9 @@
-"""The formulas of sampling, for every device: counter noise, exponentials as integers, the natural
-logarithm, and the numbers by which rows and tokens are known.
+"""The formulas of sampling, for every device: counter-based noise, exponentials as integers, the
+natural logarithm, and the codes of row states and missing tokens.
 
-Single IEEE operations and integers only: one text serves numpy arrays, torch tensors of any device
-and compiled scalars, with the same bits. Noise is a function of (seed, index, position of the
-sampled token, token id), and of nothing else; the argmax of score + noise is a sample of
+Single IEEE operations and integers only: the same source serves numpy arrays, torch tensors of any
+device and compiled scalars, with the same bits. Noise is a function of (seed, index, position of
+the sampled token, token id), and of nothing else; the argmax of score + noise is a sample of
 softmax(score):
 
     words = Philox 4x32-10, counter (token id // 4, position, index, 0), key (seed mod, div 2^32)
@@ -21,12 +21,12 @@ from lockstep.order import LN2, LOG2E
 MAX_VOCAB = 2**20  # weights of at most 2^FRACTION each: their sum stays below 2^63
 ID_BITS, ID_MASK = 20, MAX_VOCAB - 1
 FRACTION = 42
-LOW = -64.0  # nats below the best: the weight is 0 from about -30 on
-OK, NAN, INFINITE, EMPTY = 0, 1, 2, 3  # what became of a row
+LOW = -64.0  # nats relative to the best: weights are 0 from about -30 down
+OK, NAN, INFINITE, EMPTY = 0, 1, 2, 3  # states of a sampled row
 NO_TOKEN = -1
-FLOATS, INTS = 3, 5  # numbers that a kernel is told of a row (`Ops.sample_tokens`)
+FLOATS, INTS = 3, 5  # numbers that a kernel takes per row (`Ops.sample_tokens`)
 FARTHEST = 2**63 - 1  # above every rank
-KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001  # of scores as integers in the same order
+KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001  # ±inf as integers that sort like the scores
 
 WORD = 0xFFFFFFFF
 M0, M1, W0, W1, ROUNDS = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 10  # Philox 4x32-10
@@ -41,12 +41,12 @@ E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
 
 
 def bits_of(x: Any) -> Any:
-    """A float64's bits as int64."""
+    """Returns a float64's bits as int64."""
     return _viewed(x, "int64")
 
 
 def float_of(i: Any) -> Any:
-    """The float64 with the bits of an int64."""
+    """Returns the float64 with the bits of an int64."""
     return _viewed(i, "float64")
 
 
@@ -59,13 +59,13 @@ def _viewed(x: Any, dtype: str) -> Any:
 
 
 def counter(seed: Any, index: Any, position: Any) -> tuple[Any, Any, Any, Any]:
-    """What identifies a row's noise, for kernels: position, index, two words of the seed."""
+    """Returns what determines a row's noise, for kernels: position, index, two seed words."""
     return position, index, seed & WORD, (seed >> 32) & WORD
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Philox 4x32-10 (Salmon et al., 2011) of a counter under the key (k0, k1): four words. All are
-    int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; both its halves are right."""
+    """Returns four words: Philox 4x32-10 (Salmon et al., 2011) of a counter and the key (k0, k1).
+    All are int64 in [0, 2^32), at least c0 and c2 arrays. Products wrap; both halves are right."""
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1
         c0, c2 = (p1 >> 32) & WORD ^ c1 ^ k0, (p0 >> 32) & WORD ^ c3 ^ k1
@@ -75,17 +75,17 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 
 def as_float(i: Any) -> Any:
-    """An int64 below 2^51 in magnitude, exactly."""
+    """Converts an int64 below 2^51 in magnitude to float64, exactly."""
     return float_of(i + ROUND_BITS) - ROUND
 
 
 def wide_float(i: Any) -> Any:
-    """An int64 in [0, 2^63), rounded once."""
+    """Converts an int64 in [0, 2^63) to float64, rounded once."""
     return as_float(i >> 31) * 2.0**31 + as_float(i & 0x7FFFFFFF)
 
 
 def ln(x: Any) -> Any:
-    """ln of a positive normal float64, to 1e-12: the exponent, and an atanh series."""
+    """Returns ln of a positive normal float64, to 1e-12: the exponent, and an atanh series."""
     bits = bits_of(x)
     exponent = (bits - SQRT_HALF) >> 52
     m = float_of(bits - (exponent << 52))
@@ -97,12 +97,12 @@ def ln(x: Any) -> Any:
 
 
 def gumbel(word: Any) -> Any:
-    """-ln(-ln u), u = (word + 1/2) / 2^32, exact: the noise is finite at both ends."""
+    """Returns -ln(-ln u), u = (word + 1/2) / 2^32 exactly: the noise is finite at both ends."""
     return -ln(-ln((as_float(word) + 0.5) * 2.0**-32))
 
 
 def weight(d: Any) -> Any:
-    """exp(d) for d <= 0 in units of 2^-FRACTION, an integer; 0 below LOW."""
+    """Returns exp(d) for d <= 0 in units of 2^-FRACTION, an integer; 0 below LOW."""
     t = d * LOG2E
     r = t + ROUND
     f = t - (r - ROUND)

@@ -1,4 +1,4 @@
-"""What a user asks of a generation, checked in full when it is made: a parameter that is accepted
+"""A user's sampling parameters, validated in full when they are made: a parameter that is accepted
 is honoured. Defaults are OpenAI's constants, never a checkpoint's. Knows no model and no torch."""
 
 import os
@@ -18,7 +18,7 @@ MAX_BIASES, MAX_BIAS = 1024, 100.0
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
 
-# integers and numbers: from, to, and what to use instead
+# integers, then numbers: least, most, and the remedy
 WHOLES = {
     "max_tokens": (1, MAX_TOKENS, "Use None for as many as the context leaves"),
     "top_k": (-1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
@@ -39,11 +39,11 @@ NUMBERS = {
 
 
 class Numbers(NamedTuple):
-    """What a kernel is told of one completion's parameters, and what is to be done besides."""
+    """One completion's parameters as a kernel takes them, and what else they require."""
 
     floats: tuple[float, float, float]  # temperature (0: greedy), top-p, ln of min-p
     ints: tuple[int, int, int]  # top-k (0: all), index, seed
-    cuts: bool  # whether top-k or top-p keep some tokens only
+    cuts: bool  # whether top-k or top-p may exclude tokens
     edits: bool  # whether bias or penalties change the logits
     top: int | None  # `SamplingParams.top_logprobs`
 
@@ -57,20 +57,20 @@ class SamplingParams:
     top_p: float = 1.0  # keep the best tokens with at least this probability together, after top_k
     top_k: int = 0  # keep this many of the best tokens; 0 and -1 both mean all
     min_p: float = 0.0  # keep tokens with at least this fraction of the best token's probability
-    seed: int | None = None  # int64; None: the engine draws one per request and tells it
+    seed: int | None = None  # int64; None: the engine draws one per request and reports it
     stop: str | Sequence[str] = ()  # strings that end the text, which is cut before them
     stop_token_ids: Sequence[int] = ()  # tokens that end the generation, like the model's own EOS
-    n: int = 1  # completions; number i is what sample_index=sample_index+i gives alone
+    n: int = 1  # completions; number i equals n=1 with sample_index=sample_index+i
     logprobs: int | bool | None = None  # True: of chosen tokens; k: of the k best too
-    prompt_logprobs: int | bool | None = None  # the same of the prompt's tokens
+    prompt_logprobs: int | bool | None = None  # same for the prompt's tokens
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # {token id: added}
     presence_penalty: float = 0.0  # taken off the logit of every token generated so far
-    frequency_penalty: float = 0.0  # taken off once per time it was generated
+    frequency_penalty: float = 0.0  # taken off as often as the token was generated
     repetition_penalty: float = 1.0  # divides positive logits, multiplies negative ones
     ignore_eos: bool = False  # the model's EOS does not end the generation; stops do
-    min_tokens: int = 0  # EOS and stop_token_ids cannot be chosen before so many tokens
+    min_tokens: int = 0  # EOS and stop_token_ids cannot be chosen before this many tokens
     sample_index: int = 0  # which of a seed's completions this is
-    speculative: bool = True  # False: no token of it is guessed, whatever the engine does
+    speculative: bool = True  # False: decoded without drafts, whatever the engine's setting
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -105,7 +105,7 @@ class SamplingParams:
         return with_fields(cls, given, "a parameter")
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse ids that the model does not have: here, never on the device."""
+        """Raises for ids that the model does not have: here, never on the device."""
         named = {"logit_bias": [i for i, _ in self.biases], "stop_token_ids": self.stop_token_ids}
         for name, ids in named.items():
             for bad in [i for i in ids if not 0 <= i < vocab_size]:
@@ -118,11 +118,11 @@ class SamplingParams:
                 raise RuleError(rule, str(top), "Ask for fewer")
 
     def completions(self) -> tuple[Self, ...]:
-        """One per completion, each of which gives the same answer alone."""
+        """Returns parameters per completion (n = 1), each of which gives the same answer alone."""
         return tuple(replace(self, n=1, sample_index=self.sample_index + i) for i in range(self.n))
 
     def new_len(self, room: int) -> int:
-        """Tokens to generate at most, where the context leaves `room`."""
+        """Returns the most tokens to generate if the context leaves room for `room`."""
         return room if self.max_tokens is None else self.max_tokens
 
     def may_stop(self, count: int) -> bool:
@@ -141,7 +141,7 @@ class SamplingParams:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Of one completion whose seed is resolved: made once, read at every step."""
+        """The `Numbers` of one completion with a resolved seed: made once, read at every step."""
         if self.n != 1 or (self.seed is None and not self.greedy):
             rule = "a sampled row has a seed, and is one completion's"
             remedy = "Call resolve_seed and completions once per request"
@@ -172,7 +172,7 @@ class SamplingParams:
 
 
 def resolve_seed(params: SamplingParams) -> SamplingParams:
-    """With a seed of its own where the user gave none: drawn once, from the operating system."""
+    """Returns `params` with a seed: the user's, or one drawn now from the operating system."""
     if params.seed is not None:
         return params
     return replace(params, seed=int.from_bytes(os.urandom(8), "little") >> 1)
@@ -181,12 +181,12 @@ def resolve_seed(params: SamplingParams) -> SamplingParams:
 def number(
     name: str, value: Any, low: float, high: float, remedy: str, above: bool = False
 ) -> float:
-    """A finite number in [low, high], or in (low, high] with `above`."""
+    """Returns `value` as a float in [low, high], or in (low, high] with `above`; raises if not."""
     try:
         result = float("nan") if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
-    if not low <= result <= high or (above and result == low):  # NaN is nowhere
+    if not low <= result <= high or (above and result == low):  # NaN is not in any range
         limits = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise RuleError(f"{name} is a number {limits}", shown(value), remedy)
     return result
@@ -205,7 +205,7 @@ def _logprobs(name: str, value: Any) -> int | bool | None:
 
 
 def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
-    """The elements of a list, few enough; none of None."""
+    """Returns the elements of a list, at most `most`; none for None."""
     if value is None:
         return []
     rule = f"{name} is a list of at most {most} {what}"
@@ -214,7 +214,7 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
         raise error
     try:
         items = list(value)
-    except TypeError:  # no iterable, or an array without dimensions
+    except TypeError:  # not an iterable, or an array without dimensions
         raise error from None
     if len(items) > most:
         raise RuleError(rule, f"{len(items)}", "Pass fewer")
@@ -242,7 +242,7 @@ def _stop_ids(value: Any) -> tuple[int, ...]:
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """{id: bias}, JSON's string keys included, or the pairs this class keeps."""
+    """Returns sorted pairs from {id: bias}, with JSON's string keys too, or from such pairs."""
     rule = f"logit_bias maps at most {MAX_BIASES} token ids to numbers"
     pairs = [] if value is None else list(value.items()) if isinstance(value, Mapping) else value
     listed = isinstance(pairs, list | tuple)

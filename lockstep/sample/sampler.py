@@ -6,8 +6,8 @@
     log-probabilities               `Ops.compute_logprobs`: of the model's own logits
 
 A row's token is a function of its logits, its parameters, its position and the tokens before it.
-While the same completions decode, their parameters are one value (`RowParams`) and positions move
-alone. Called by the engine and by drafts.
+While the same completions decode, their parameters stay one value (`RowParams`) and only positions
+change. Called by the engine and by draft models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,17 @@ NO_TOKENS.flags.writeable = False
 
 
 class Row(NamedTuple):
-    """One row of logits, and whom it is for."""
+    """What one row of logits is sampled with."""
 
     params: SamplingParams  # of one completion (n = 1), its seed resolved
     position: int  # of the token to be chosen: the number of tokens before it
-    prompt_len: int = 0  # how many of these are the prompt
-    token_ids: NDArray[np.int32] = NO_TOKENS  # int32 [position], in order; none unless penalised
+    prompt_len: int = 0  # tokens of the prompt
+    token_ids: NDArray[np.int32] = NO_TOKENS  # int32 [position], in order; empty unless penalised
 
 
 @dataclass(frozen=True, eq=False)
 class RowParams:
-    """Whom S rows are for, as arrays: made once for completions that are sampled together."""
+    """The parameters of S rows as arrays: made once for completions that are sampled together."""
 
     params: tuple[SamplingParams, ...]  # of one completion each (n = 1), their seeds resolved
     prompt_lens: NDArray[np.int64]  # [S]
@@ -53,9 +53,9 @@ class RowParams:
     ints: NDArray[np.int64]  # [3, S]: top-k (0: all), index, seed
     edits: NDArray[np.bool_]  # [S]: whether bias or penalties change the logits
     plain: bool  # whether nothing ever changes the logits of any row
-    cuts: bool  # whether top-k or top-p keep some tokens only, in any row
+    cuts: bool  # whether top-k or top-p may exclude tokens, in any row
     logprob_rows: tuple[int, ...]  # rows that ask for log-probabilities
-    top: int  # and of how many of the best at most
+    top: int  # the most best tokens whose log-probabilities a row asks for
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> Self:
@@ -77,7 +77,7 @@ class RowParams:
 
 
 class RowBatch(NamedTuple):
-    """S rows of a step: what `Row` says of one. `token_ids` has those of penalised rows, by row."""
+    """`Row` for S rows of a step. `token_ids` has the tokens of penalised rows, by row."""
 
     how: RowParams
     positions: NDArray[np.int64]  # [S]
@@ -85,7 +85,7 @@ class RowBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "RowBatch":
-        """From one value per row."""
+        """Makes a batch from one value per row."""
         how = RowParams.of([row.params for row in rows], [row.prompt_len for row in rows])
         positions = np.array([row.position for row in rows], np.int64)
         return cls(how, positions, {r: row.token_ids for r, row in enumerate(rows)})
@@ -104,7 +104,7 @@ class Settings(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Of S rows, NaN for a bad one: the chosen token's, and the k best tokens with theirs."""
+    """Log-probabilities of S rows, NaN for a bad one: of the chosen and of the k best tokens."""
 
     chosen: Tensor  # float32 [S]
     top_ids: Tensor  # int64 [S, k]
@@ -113,7 +113,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What was chosen for S rows; tensors on the device of the logits."""
+    """The tokens chosen for S rows; tensors on the device of the logits."""
 
     token_ids: Tensor  # int64 [S]; -1 for a row that could not be sampled
     states: Tensor  # int64 [S]; 0 for a good row, otherwise see `errors`
@@ -121,15 +121,15 @@ class Sampled:
     logprob_rows: tuple[int, ...]
 
     def errors(self) -> dict[int, str]:
-        """Row → reason, of the rows that could not be sampled. Waits for the device."""
+        """Returns row → reason for rows that could not be sampled. Waits for the device."""
         states = self.states.cpu().numpy()
         return {row: REASONS[int(states[row])] for row in np.flatnonzero(states != f.OK).tolist()}
 
 
 def sample(ops: Ops, logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...] = ()) -> Sampled:
-    """Choose one token per row of the model's own logits, floating [S, V], which stay as they are;
-    min_tokens keeps `eos_ids` from being chosen, beside each row's stop_token_ids. A row whose
-    logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason."""
+    """Chooses one token per row of the model's own logits, floating [S, V], which are not modified;
+    min_tokens keeps `eos_ids` from being chosen, as well as each row's stop_token_ids. A row whose
+    logits contain NaN or +inf, or that has no finite logit left, gets -1 and a reason."""
     raw = _checked(logits, len(batch.positions))
     scores = apply_penalties(raw, batch, eos_ids)
     floats, ints, cuts = settings(batch, raw.shape[1])
@@ -139,7 +139,7 @@ def sample(ops: Ops, logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...] =
 
 
 def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Tensor) -> Sampled:
-    """What was chosen for rows of logits, with the log-probabilities that they ask for."""
+    """Returns the rows' `tokens` and `states` with the log-probabilities that they ask for."""
     wanted, k = how.logprob_rows, how.top
     if not wanted:
         return Sampled(tokens, states, None, ())
@@ -150,14 +150,14 @@ def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Ten
 
 
 def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
-    """Of `token_ids` (int64 [S]; -1 for none) and of the k best tokens, under softmax of the
-    model's own logits: within 1e-8, then rounded once to float32. Ties go to the lower id."""
+    """Returns log-probabilities of `token_ids` (int64 [S]; -1: none) and of the k best tokens under
+    softmax of the logits: within 1e-8, then rounded once to float32. Ties go to the lower id."""
     raw = _checked(logits, len(token_ids))
     return Logprobs(*ops.compute_logprobs(raw, token_ids.to(raw.device), k))
 
 
 def changes(batch: RowBatch) -> list[int]:
-    """The rows to whose logits anything is done before the choice."""
+    """Returns the rows whose logits are changed before a token is chosen."""
     how = batch.how
     if how.plain:
         return []
@@ -167,7 +167,7 @@ def changes(batch: RowBatch) -> list[int]:
 
 
 def apply_penalties(logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...]) -> Tensor:
-    """Bias, penalties, min_tokens: on a copy, or `logits` themselves if no row asks for any."""
+    """Applies bias, penalties and min_tokens to a copy; `logits` themselves if no row needs it."""
     edited = {r: batch.row(r) for r in changes(batch)}
     if not edited:
         return logits
@@ -186,7 +186,7 @@ def apply_penalties(logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...]) -
 
 
 def _penalties(row: Row) -> NDArray[np.float64]:
-    """Ids, repetition, and what to take off, of every token before this one."""
+    """Returns [3, n]: ids, repetition penalties and amounts to take off, of the tokens so far."""
     params = row.params
     if not params.penalised or not row.position:
         return np.empty((3, 0))
@@ -199,7 +199,7 @@ def _penalties(row: Row) -> NDArray[np.float64]:
 
 
 def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> NDArray[np.int64]:
-    """Ids of the tokens that would end the generation too early."""
+    """Returns the ids of tokens that would end the generation too early, [1, n]."""
     params = row.params
     if row.position - row.prompt_len >= params.min_tokens:
         return np.empty((1, 0), np.int64)
@@ -208,7 +208,7 @@ def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def _entries(per_row: Mapping[int, NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Row, id and numbers of every token that rows name, from [id and numbers, tokens] of each."""
+    """Joins each row's [ids and numbers, tokens] into tensors: row, id, and each of the numbers."""
     counts = [columns.shape[1] for columns in per_row.values()]
     rows, columns = np.repeat(list(per_row), counts), np.hstack(list(per_row.values()))
     at, ids, *numbers = torch.from_numpy(np.vstack((rows, columns))).to(device)
@@ -216,7 +216,7 @@ def _entries(per_row: Mapping[int, NDArray[Any]], device: torch.device) -> list[
 
 
 def settings(batch: RowBatch, vocab_size: int) -> Settings:
-    """The rows' parameters as tensors of the host."""
+    """Returns the rows' parameters as tensors on the host."""
     how, positions, _ = batch
     top_k, index, seed = how.ints
     columns = (np.where(top_k > 0, top_k, vocab_size), *f.counter(seed, index, positions))
@@ -224,7 +224,7 @@ def settings(batch: RowBatch, vocab_size: int) -> Settings:
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:
-    """The logits as contiguous float32, one row per description."""
+    """Returns the logits as contiguous float32; raises unless they are floating [rows, V]."""
     fits = logits.ndim == 2 and len(logits) == rows and 1 <= logits.shape[1] <= f.MAX_VOCAB
     if not fits or not logits.is_floating_point():
         rule = f"logits are floating numbers [{rows}, V], V from 1 to {f.MAX_VOCAB}"
@@ -236,7 +236,7 @@ def _checked(logits: Tensor, rows: int) -> Tensor:
 
 
 def noise_of(counters: Tensor, token_ids: Tensor) -> Tensor:
-    """The noise of tokens, float32 [S, n]: of counters int64 [S, 4] and token_ids int64 [S, n]."""
+    """Returns the noise, float32 [S, n], of counters int64 [S, 4] and token_ids int64 [S, n]."""
     position, index, low, high = (column[:, None] for column in counters.unbind(1))
     words: Any = f.philox(token_ids // 4, position, index, 0, low, high)
     word = torch.stack(words, -1).gather(-1, (token_ids % 4)[..., None])[..., 0]
