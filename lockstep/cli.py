@@ -1,7 +1,7 @@
-"""The command `lockstep`: parsers from each package's table, commands.toml, and what was asked for.
-A user's mistake is one line on stderr, which suggests, and exit code 2; a red result is exit code
-1. A command names its function as "module:function", which is imported when it runs: importing
-this, and `--help`, touch neither torch nor numba."""
+"""The command `lockstep`: makes parsers from each package's commands.toml and runs a command. A
+user's mistake gives one line on stderr, with a suggestion, and exit code 2; a red result gives exit
+code 1. A command names its function as "module:function", which is imported when it runs: importing
+this module, and `--help`, import neither torch nor numba."""
 
 import argparse
 import os
@@ -19,12 +19,12 @@ from lockstep import __version__, outfile
 from lockstep.types import RuleError, did_you_mean
 
 Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
-PRINT_HELP = "lockstep.cli:print_help"  # of a command that wants another word behind it
+PRINT_HELP = "lockstep.cli:print_help"  # the call of a command that needs a subcommand
 CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line, and suggest."""
+    """A parser whose errors are one line, with a suggestion."""
 
     def __init__(self, *, examples: str = "", **options: Any) -> None:
         epilog = "examples:\n" + indent(dedent(examples).strip("\n"), "  ") if examples else None
@@ -71,8 +71,8 @@ def read_table(package: str) -> dict[str, Any]:
 
 
 def add_commands(commands: Commands, package: str) -> None:
-    """The commands in a package's table, commands.toml: help, call, examples, `options` (names of
-    shared ones), `groups` of options, and options of its own. One without a call has others."""
+    """Adds the commands of a package's commands.toml: help, call, examples, `options` (names of
+    shared ones), `groups` of options, and own options. One without a call has subcommands."""
     table, places = read_table(package), {"": commands}
     shared = table.pop("options", {})
     for name, entry in table.items():
@@ -91,9 +91,9 @@ def add_commands(commands: Commands, package: str) -> None:
 
 
 def _add_arguments(place: Any, options: Mapping[str, dict[str, Any]]) -> None:
-    """What argparse takes; `least` makes it a whole number from there on, `type` names a TYPE."""
+    """Adds options from argparse's keywords; `least`: a whole number >= it; `type`: see TYPES."""
     for name, given in options.items():
-        words = dict(given)  # tables share some
+        words = dict(given)  # a copy: commands share some
         if "least" in words:
             words |= {"type": partial(positive, least=words.pop("least")), "metavar": "N"}
         elif "type" in words:
@@ -108,19 +108,19 @@ def _add_arguments(place: Any, options: Mapping[str, dict[str, Any]]) -> None:
 
 
 def positive(text: str, least: int = 1) -> int:
-    """1, 2, 3, ..., or from `least` on."""
+    """Parses a whole number from `least` on."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"a whole number from {least} on; got {text!r}")
     return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """N,N,...: whether they rise is the engine's to say."""
+    """Parses N,N,...; the engine checks that they rise."""
     return tuple(positive(part) for part in text.split(","))
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """ID=X."""
+    """Parses ID=X."""
     token, _, amount = text.partition("=")
     try:
         return int(token), float(amount)
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_outputs(args)
         if args.call.startswith("lockstep.lab."):
-            # its threads sleep while they wait: said before torch or numba start any
+            # makes waiting threads sleep: set before torch or numba start any
             from lockstep.lab import isolate
 
             os.environ.setdefault(*isolate.WAITING)
@@ -159,13 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """What a command will write can be written: found out before its work, not after."""
+    """Raises unless the files that a command will write can be written: before its work begins."""
     named = {f"--{name}": vars(args).get(name) for name in ("json", "html")}
     given = {option: where for option, where in named.items() if where is not None}
     for option, where in given.items():
@@ -181,7 +181,7 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def with_revert(args: argparse.Namespace) -> int:
-    """Imports and runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
+    """Imports and runs a command, with the bug that LOCKSTEP_REVERT names, if any, and says so."""
     call: Callable[[argparse.Namespace], int] = resolve_name(args.call)
     name = os.environ.get("LOCKSTEP_REVERT")
     if not name:

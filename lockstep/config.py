@@ -1,5 +1,5 @@
-"""What an engine is asked to be: one frozen value, checked once, with the names that users know
-from the command line. `LLM(...)` and `lockstep generate` make it. Knows no model and no device."""
+"""An engine's settings: one frozen value, validated once, with the names of the command line's
+options. `LLM(...)` and `lockstep generate` make it. Knows no model and no device."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ DERIVED = ("max_total_tokens", "context_length", *SPECULATIVE)
 ALGORITHMS = ("ngram", "draft", "eagle", "eagle3")
 CHOICES = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": ("auto", "dummy")}
 COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
-KINDS: Mapping[str, tuple[Any, str, str]] = {  # the type, and the rule and remedy for others
+KINDS: Mapping[str, tuple[Any, str, str]] = {  # the type, and rule and remedy for any other
     "device": (str, "a name", DEFAULT),
     "dtype": (str, "a name", DEFAULT),
     "disable_radix_cache": (bool, "True or False", "Pass a bool"),
@@ -31,33 +31,33 @@ class EngineConfig:
     """Settings of an engine. None: derived from the model and the machine, and printed at start."""
 
     model: str | None = None  # a folder or a hub id; None is the built-in model
-    device: str = "auto"  # a GPU if there is one that we know, otherwise the CPU
-    dtype: str = "auto"  # of activations; auto is the device's own
-    kv_cache_dtype: str = "auto"  # that of activations
-    load_format: str = "auto"  # safetensors; dummy: random weights, of a config alone
+    device: str = "auto"  # auto: a supported GPU if there is one, otherwise the CPU
+    dtype: str = "auto"  # of activations; auto: the device's default
+    kv_cache_dtype: str = "auto"  # auto: that of activations
+    load_format: str = "auto"  # auto: safetensors; dummy: random weights, from a config alone
     attention_backend: str | None = None
     page_size: int = 16
     chunked_prefill_size: int = 512  # rows per step
     disable_radix_cache: bool = False
     max_running_requests: int = 64
     max_total_tokens: int | None = None  # keys that the cache holds
-    # of the free memory, for the cache, where max_total_tokens is not given; None: 0.3 of a
-    # machine's, 0.8 of a GPU's
+    # the cache's share of the free memory if max_total_tokens is None; None: 0.3 of a machine's,
+    # 0.8 of a GPU's
     mem_fraction_static: float | None = None
     context_length: int | None = None
-    bucket_sizes: tuple[int, ...] | None = None  # rows that steps are padded to; None: never
-    # and of requests and of emitted rows; None: the same counts
+    bucket_sizes: tuple[int, ...] | None = None  # rows that steps are padded to; None: no padding
+    # likewise of requests and of emitted rows; None: the same counts
     request_bucket_sizes: tuple[int, ...] | None = None
     emit_bucket_sizes: tuple[int, ...] | None = None
-    # a launch is recorded and replayed, as a graph on a GPU, as one call of compiled code on the
-    # CPU: decoding steps, unless told otherwise; on the CPU True records every launch, as a test
+    # whether launches are recorded and replayed, as graphs on a GPU, as calls of compiled code on
+    # the CPU; None: decoding steps are; on the CPU True records every launch, as a test
     graphs: bool | None = None
-    # tokens are guessed, and verified several at a time: the same answers, sooner. By what
+    # makes draft tokens, which are verified several at a time: the same answers, sooner
     speculative_algorithm: str | None = None
-    speculative_draft_model: str | None = None  # its folder or hub id; None: the built-in one
-    speculative_num_steps: int | None = None  # the deepest guess
-    speculative_eagle_topk: int | None = None  # tokens that are tried behind each; 1 is a chain
-    # rows that verify a draft, the last token's included; None: as the two above give
+    speculative_draft_model: str | None = None  # a folder or a hub id; None: the built-in one
+    speculative_num_steps: int | None = None  # the depth of the draft
+    speculative_eagle_topk: int | None = None  # draft tokens tried after each; 1 is a chain
+    # rows that verify a draft, the last token's included; None: derived from the two above
     speculative_num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,11 +78,11 @@ class EngineConfig:
         self._check_speculation()
 
     def settled(self, dtype: str) -> Self:
-        """With the cache of activations of `dtype`, where none was asked for."""
+        """Returns the config with kv_cache_dtype "auto" replaced by `dtype`, the activations'."""
         return replace(self, kv_cache_dtype=dtype) if self.kv_cache_dtype == "auto" else self
 
     def _check_speculation(self) -> None:
-        """An algorithm that there is; what goes with one is not given without it."""
+        """Raises unless the algorithm exists, and its options are given only with it."""
         algorithm = self.speculative_algorithm
         said = isinstance(algorithm, str | None) and algorithm in (None, *ALGORITHMS)
         rule = f"one of {', '.join(ALGORITHMS)}"
@@ -106,7 +106,7 @@ class EngineConfig:
             raise RuleError(f"{name} is {rule}", shown(getattr(self, name)), remedy)
 
     def _check_buckets(self) -> None:
-        # a step of as many requests as it may have needs no pad request if it fills its rows
+        # one more than the running requests, for a pad request; a step full of rows needs none
         most = {
             "bucket_sizes": self.chunked_prefill_size,
             "request_bucket_sizes": min(self.max_running_requests + 1, self.chunked_prefill_size),
@@ -130,10 +130,10 @@ class EngineConfig:
 
     @classmethod
     def from_names(cls, given: Mapping[str, Any]) -> Self:
-        """A config from keyword arguments; an unknown one is an error with a suggestion."""
+        """Makes a config from keyword arguments; an unknown one is an error with a suggestion."""
         return with_fields(cls, given, "an engine option")
 
 
 def is_model(name: object) -> bool:
-    """Whether it may name a folder or a hub id; None is the built-in one."""
+    """Whether `name` may name a folder or a hub id; None is the built-in model."""
     return name is None or (isinstance(name, str | os.PathLike) and str(name) != "")

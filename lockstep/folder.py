@@ -1,5 +1,5 @@
-"""A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a
-bounded size, JSON objects. `models.loader` and `text` read through it. No torch."""
+"""Reads a model's folder, which is not trusted: files by plain names that stay inside it, texts of
+a bounded size, JSON objects. Used by `models.loader` and `text`. No torch."""
 
 import json
 import math
@@ -13,19 +13,19 @@ TEXT_BYTES = 64 << 20
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether there is something of this name, if only a broken link: `inside` refuses that."""
+    """Whether the folder has an entry of this name, even a broken link, which cannot be read."""
     return os.path.lexists(folder / name)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder, or of the blobs that the hub's cache links to; no other place."""
+    """Returns the path of a file in the folder, or in the blobs that the hub cache links to."""
     path, rule = folder / name, "files of a model lie in its folder"
     if not name or Path(name).name != name or name in (".", ".."):
         raise RuleError(rule, repr(name), "Use plain file names")
     roots = [folder.resolve()]
     if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
-    there = Path(os.path.realpath(path))  # also of a link to itself
+    there = Path(os.path.realpath(path))  # does not raise for a link to itself
     if not any(there.is_relative_to(root) for root in roots):
         raise RuleError(rule, f"{name} → {there}", "Replace the link by the file")
     return path
@@ -46,7 +46,7 @@ def read_text(folder: Path, name: str) -> str:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder, whose numbers are finite."""
+    """Returns a JSON object of the folder; raises if a number is not finite."""
 
     def finite(number: str) -> float:
         if not math.isfinite(float(number)):

@@ -1,5 +1,5 @@
-"""Files that a command writes where its user says: tried before the work begins, written when it is
-done. A folder that is not there is made, when the file is written; "-" is stdout."""
+"""Files that a command writes to a user's paths: tried before the work begins, written when it is
+done. A missing folder is made when the file is written; "-" is stdout."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ REMEDY = "Choose another place"
 
 
 def check(option: str, where: str) -> None:
-    """Raises unless `where` can be written later. Leaves everything as it is."""
+    """Raises unless `where` can be written later. Changes nothing."""
     if not where:
         raise RuleError(f"{option} names a file", "''", "Use - for stdout")
     if where == "-":
@@ -33,7 +33,7 @@ def check(option: str, where: str) -> None:
 
 
 def write(where: str, text: str) -> None:
-    """The text to a file, its folder made if need be, or with "-" to stdout."""
+    """Writes the text to a file, whose folder is made if need be, or with "-" to stdout."""
     if where == "-":
         print(text.removesuffix("\n"))
         return

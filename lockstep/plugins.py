@@ -1,6 +1,6 @@
-"""What is found by its name: our own modules, and other packages' entry points of a group. A name
-has one owner. What cannot be imported is a reason that is shown. `attention.select` and
-`kernels.select` have one `Plugins` each."""
+"""Plugins by name: our own modules, and other packages' entry points of a group. A name has one
+owner. A failed import is a reason that is shown. `attention.select` and `kernels.select` have one
+`Plugins` each."""
 
 import importlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from lockstep.types import Refused, RuleError, did_you_mean
 
 @dataclass(frozen=True)
 class Plugins:
-    """`own` maps names to our modules, whose `attribute` makes one with all of `protocol`."""
+    """`own` maps names to our modules, whose `attribute` makes an object with all of `protocol`."""
 
     kind: str
     group: str
@@ -22,11 +22,11 @@ class Plugins:
     protocol: type
 
     def names(self) -> list[str]:
-        """Every name that can be asked for, ours first."""
+        """Returns every name that can be asked for, ours first."""
         return [*self.own, *sorted(self.outside())]
 
     def make(self, name: str, *args: Any) -> Any:
-        """The one called `name`, made with `args`; refused with a reason if that fails."""
+        """Makes the plugin called `name` with `args`; raises Refused with a reason if it fails."""
         outside = self.outside()
         if name not in self.own and name not in outside:
             remedy = did_you_mean(name, self.names(), "Install the package that has it")
@@ -39,7 +39,7 @@ class Plugins:
                 made = getattr(importlib.import_module(self.own[name]), self.attribute)(*args)
         except RuleError:
             raise
-        except Exception as error:  # whatever somebody's import or constructor raises
+        except Exception as error:  # whatever a plugin's import or constructor raises
             rule, got = f"{self.kind} {name} can be loaded", f"{type(error).__name__}: {error}"
             raise Refused(rule, got, "Install what it needs, or use another") from error
         named = [*self.protocol.__annotations__, *vars(self.protocol)]
@@ -50,12 +50,12 @@ class Plugins:
         return made
 
     def owned(self, name: str) -> str:
-        """For the fingerprint: a name, with distribution and version of whoever else has it."""
+        """Returns the name in a fingerprint: another package's with distribution and version."""
         entry = self.outside().get(name)
         return name if entry is None else f"{name}({distribution(entry)})"
 
     def outside(self) -> dict[str, EntryPoint]:
-        """Other packages' by name. A name that somebody else has too is an error."""
+        """Returns other packages' entry points by name. A name with two owners is an error."""
         found: dict[str, EntryPoint] = {}
         entries = entry_points(group=self.group)
         for entry in sorted(entries, key=lambda e: (e.name, e.value, distribution(e))):
@@ -73,5 +73,5 @@ class Plugins:
 
 
 def distribution(entry: EntryPoint) -> str:
-    """Name and version of the package that an entry point belongs to."""
+    """Returns name and version of the package that an entry point belongs to."""
     return "an unknown package" if entry.dist is None else f"{entry.dist.name}-{entry.dist.version}"

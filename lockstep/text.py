@@ -1,7 +1,7 @@
-"""Text to token ids and back, and text as it grows. `Tokenizer` is the `tokenizers` library over a
-folder's tokenizer.json; which ids end a text is the model's to say. Growing text is never half a
-character and never part of a stop string: `Detok` turns tokens into text that will not change,
-`Stops` finds stop strings across pieces, `Stream` is both. Called by `llm`."""
+"""Text to token ids and back, and streamed text. `Tokenizer` is the `tokenizers` library over a
+folder's tokenizer.json; the model determines which ids end a text. Streamed text never ends in half
+a character or part of a stop string: `Detok` turns tokens into text that will not change, `Stops`
+finds stop strings across pieces, `Stream` is both. Called by `llm`."""
 
 import importlib
 import json
@@ -15,26 +15,26 @@ from lockstep.folder import read_text
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# bytes 0x80 and 0xA0, one of which may follow any beginning of a character in UTF-8, as tokenizers
-# with a byte fallback write them, and byte-level ones: as letters
+# bytes 0x80 and 0xA0, one of which may continue any unfinished character of UTF-8: as tokenizers
+# with a byte fallback write them, and as letters, as byte-level ones do
 CONTINUATIONS = (("<0x80>", "\u0122"), ("<0xA0>", "\u0142"))
-REPLACEMENT = "�"  # what a decoder makes of bytes that are not, or not yet, a character
+REPLACEMENT = "�"  # a decoder's result for bytes that are not, or not yet, a character
 PROMPT_TAIL = 8  # tokens of the prompt that the first piece is decoded with
 CHARACTER_BYTES = 4  # of the longest character in UTF-8
 Ids = Sequence[int]
 
 
 class Tokenizer:
-    """A tokenizer of the library, and the ids that growing text asks for."""
+    """A tokenizer of the library, and the ids that streaming needs."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
-        # growing text asks for the same tokens again and again
+        # streaming decodes the same tokens again and again
         self._decode_one: Callable[[int], str] = lru_cache(1 << 16)(lambda i: library.decode([i]))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
-        """From the tokenizer.json of a model's folder."""
+        """Loads the tokenizer.json of a model's folder."""
         text = read_text(Path(folder), "tokenizer.json")
         tokenizers = importlib.import_module("tokenizers")
         try:
@@ -44,8 +44,8 @@ class Tokenizer:
             raise RuleError(rule, str(error), "Download the model again") from None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Text to ids. `add_special`: with what the tokenizer puts around a text (usually BOS).
-        "<|im_end|>" in the text is the special token."""
+        """Returns a text's ids; `add_special`: with what the tokenizer puts around it (usually
+        BOS). "<|im_end|>" in the text becomes the special token."""
         if not isinstance(text, str):
             rule = "a text is a string"
             raise RuleError(rule, type(text).__name__, "Pass a str, or token ids to the engine")
@@ -59,7 +59,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens and ids that have no token; bytes not in UTF-8 are U+FFFD."""
+        """Returns the text, without special tokens and unknown ids; invalid UTF-8 is U+FFFD."""
         if len(ids) == 1:
             return self._decode_one(ids[0])
         text: str = self.library.decode(list(ids))
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Tokens whose run is decoded as a whole: <0x..> pieces, where they are bytes."""
+        """Tokens of which a run is decoded as a whole: <0x..> pieces, if they stand for bytes."""
         decoder = json.dumps(json.loads(self.library.to_str()).get("decoder"))
         if '"ByteFallback"' not in decoder:
             return frozenset()
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
-        """Tokens of one byte, where there are such: one may follow any unfinished character."""
+        """One-byte tokens, if there are any: one of them may continue any unfinished character."""
         ids: list[int] = []
         for pieces in CONTINUATIONS:
             known = [self.library.token_to_id(piece) for piece in pieces]
@@ -85,7 +85,7 @@ class Tokenizer:
 
 
 class TextPiece(NamedTuple):
-    """New text, and the stop string behind it that ended it, if one did."""
+    """New text, and the stop string that followed and ended it, if one did."""
 
     text: str
     stop: str | None = None
@@ -94,19 +94,19 @@ class TextPiece(NamedTuple):
 class Detok:
     """Tokens are decoded together with some before them, because a decoder treats the first token
     of a sequence differently (the space of "▁the") and because a character can take several tokens.
-    `ids[begin:]` is that window; the text of `ids[begin:settled]`, and in all `sent` characters of
-    the window's, are out. With `prompt_ids` the text continues the prompt's."""
+    `ids[begin:]` is that window. Of its text, `sent` characters were returned, among them those of
+    `ids[begin:settled]`. With `prompt_ids` the text continues the prompt's."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Ids = ()) -> None:
         self.tokenizer = tokenizer
         self.ids = self._tail(prompt_ids)
         self.begin, self.settled = 0, len(self.ids)
         self.sent = self._settled_len()
-        # within byte tokens, valid or not as a whole; only a token with text ends such a run
+        # in a run of byte tokens, valid or not as a whole; only a token with text ends it
         self.in_run = False
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` adds and that no later token can change; possibly none."""
+        """Returns text that `token_id` adds and that no later token can change; possibly none."""
         self.ids.append(token_id)
         if token_id in self.tokenizer.byte_ids:
             self.in_run = True
@@ -122,11 +122,11 @@ class Detok:
         return new
 
     def finish(self) -> str:
-        """What was held back: no token follows."""
+        """Returns the text that was held back: no token follows."""
         return self._send(self._window())
 
     def _tail(self, prompt_ids: Ids) -> list[int]:
-        """The prompt's last tokens: some text, and no run of byte tokens cut in two."""
+        """Returns the prompt's last tokens, with some text and no run of byte tokens cut in two."""
         tail_len = PROMPT_TAIL
         while tail_len < len(prompt_ids) and not self.tokenizer.decode(prompt_ids[-tail_len:]):
             tail_len *= 2
@@ -136,9 +136,9 @@ class Detok:
         return list(prompt_ids[first:])
 
     def _settled_len(self) -> int:
-        """Characters of the prompt's text that no token can change any more. A U+FFFD at its end is
-        one that the user wrote, or bytes that are no character, or that begin one: bytes that
-        continue it are tried, and what they make a character of belongs to the answer."""
+        """Returns how many characters of the prompt's text no token can change. A U+FFFD at its end
+        was written by the user, or is bytes that are not a character, or that begin one:
+        continuation bytes are tried, and a character they complete belongs to the answer."""
         text = self._window()
         if not text.endswith(REPLACEMENT):
             return len(text)
@@ -152,7 +152,7 @@ class Detok:
         return min(lengths)
 
     def _advance(self, new: str) -> None:
-        """The window moves on behind new text: a token without text must not begin one."""
+        """Moves the window on if there is new text: a token without text must not begin one."""
         if new:
             self.begin, self.settled = self.settled, len(self.ids)
             self.sent = len(self._window())
@@ -167,15 +167,15 @@ class Detok:
 
 
 class Stops:
-    """Stop strings in a text that arrives in pieces. The stop string that ends first wins; of those
-    that end together the longest. So the answer depends on the text, not on the pieces."""
+    """Finds stop strings in text that arrives in pieces. The one that ends first wins, of several
+    that end together the longest. So the result depends on the text, not on the pieces."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.stops = tuple(stops)
         self.held = ""  # the longest end of the text that may be the beginning of a stop string
 
     def feed(self, text: str) -> TextPiece:
-        """The text that is certain now, or the rest of it before a stop string."""
+        """Returns the text that is final now, or the rest of it before a stop string."""
         text = self.skip(text)
         if not self.stops:
             return TextPiece(text)
@@ -191,7 +191,7 @@ class Stops:
         return TextPiece(text)
 
     def skip(self, text: str = "") -> str:
-        """What was held back, and text in which nothing is looked for: before min_tokens."""
+        """Returns what was held back, and `text`, which is not searched: before min_tokens."""
         text, self.held = self.held + text, ""
         return text
 
@@ -205,7 +205,7 @@ class Stream:
         self.detok, self.stops, self.ended = Detok(tokenizer, prompt_ids), Stops(stops), False
 
     def push(self, token_id: int, may_stop: bool = True) -> TextPiece:
-        """The next token. Without `may_stop` (before min_tokens) its text is not searched."""
+        """Adds a token. Without `may_stop` (before min_tokens) its text is not searched."""
         if self.ended:
             return TextPiece("")
         text = self.detok.push(token_id)
@@ -214,7 +214,7 @@ class Stream:
         return piece
 
     def finish(self) -> TextPiece:
-        """The end: what was held back, in which a stop string may still be complete."""
+        """Ends the text: returns what was held back, in which a stop string may be complete now."""
         if self.ended:
             return TextPiece("")
         self.ended = True
