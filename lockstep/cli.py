@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from lockstep import __version__, outfile
 from lockstep.types import RuleError, did_you_mean
 
-Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
+Commands = Any  # what add_subparsers returns: a private class of argparse
 PRINT_HELP = "lockstep.cli:print_help"  # the call of a command that needs a subcommand
 CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
 

@@ -75,7 +75,7 @@ class Routes(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """How router logits [t, experts] give k experts per row, and their weights."""
+    """How a row's k experts, and their weights, follow from router logits [t, experts]."""
 
     k: int
     experts: int

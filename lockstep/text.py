@@ -191,7 +191,7 @@ class Stops:
         return TextPiece(text)
 
     def skip(self, text: str = "") -> str:
-        """Returns what was held back, and `text`, which is not searched: before min_tokens."""
+        """Returns held-back text and `text` without searching them, as before min_tokens."""
         text, self.held = self.held + text, ""
         return text
 

@@ -77,7 +77,7 @@ class Refused(RuleError):
 
 
 class Layout(StrEnum):
-    """How a group keeps its keys."""
+    """How a group stores its keys, if at all."""
 
     DENSE = "dense"  # pages of K and of V
     LATENT = "latent"  # MLA: one row of rank+rope per token, V is its first rank columns

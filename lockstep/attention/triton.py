@@ -164,8 +164,8 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
 
 
 def rounded(one: Launch, rows: int) -> Launch:
-    """Rounds a launch, whose blocks have at most `rows` rows, up to one of few sizes: of items
-    beyond one per block, and with room for every item to be a part."""
+    """Rounds up a launch with at most `rows` rows per block, so that there are few sizes: rounds
+    the items beyond one per block, and makes room for every item to be a part."""
     items = one.counters + room_for(one.items - one.counters)
     return Launch(one.tuning, items, items * min(one.tuning.rows, rows), one.counters)
 

@@ -131,7 +131,7 @@ def arithmetic(groups: Sequence[tuple[GroupSpec, int]]) -> str:
 
 
 class Pool:
-    """The storages of one group. The null page is zero at start; others are written, then read."""
+    """The storages of one group. Page 0 is zero at start; no other is read before it is written."""
 
     def __init__(
         self, spec: GroupSpec, num_pages: int, ops: Ops, allocate: Allocate = torch.empty

@@ -106,7 +106,7 @@ class Prefix:
         return pool.free + pool.idle if pool is not None else 0
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evicts until each group has `needs[g]` free pages. If it cannot: nothing, and False."""
+        """Evicts until each group has its `needs` of free pages. If impossible: none, and False."""
         if any(need > self.available(g) for g, need in enumerate(needs)):
             return False
         for g, pool in self.groups.items():
@@ -194,7 +194,7 @@ class Prefix:
         table.adopt(g, pages[::-1], first)
 
     def _merge(self, node: Node, g: int, table: PageTable) -> None:
-        """Replaces the table's duplicates by the tree's pages; the tree keeps those it lacked."""
+        """Replaces the table's duplicates with the tree's pages; the tree adopts what it lacked."""
         have = node.pages[g]
         missing = table.merge(g, node.end - self.unit, node.end, have)
         if missing:
@@ -205,7 +205,7 @@ class Prefix:
                 self._order[g].move_to_end(node)
 
     def _touch(self, end: Node) -> None:
-        """Marks `end` and its ancestors as used now, parents last; of windows only what is seen."""
+        """Marks `end` and its ancestors as just used, parents last; a window's only where seen."""
         keep, node = {g: keep_from(self.specs[g], end.end) for g in self.groups}, end
         while node.end:
             for g, order in self._order.items():

@@ -42,7 +42,7 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` free pages, each with one hold now; OutOfPages if there are fewer."""
+        """Returns `count` free pages, each with one hold now; raises OutOfPages if it has fewer."""
         if count > len(self._free):
             rule = f"{len(self._free)} of {self.num_pages - 1} pages are free"
             got = f"a request for {count}"
@@ -159,8 +159,8 @@ class PageTable:
         self._set(g, RequestPages(ints(pages), first_pos))
 
     def merge(self, g: int, begin: int, end: int, pages: list[int]) -> list[int]:
-        """Replaces the request's pages of positions [begin, end) with the cached `pages`, which
-        cover the end of that range, and gives its own back. Returns its pages before these."""
+        """Replaces the request's pages at the end of positions [begin, end) with the cached `pages`
+        and gives them back. Returns its pages of that range before these: the tree lacks them."""
         pool, size, (page_ids, first, _, _) = self.pools[g], self.specs[g].page_size, self._own[g]
         at, until = (max(0, p - first) // size for p in (begin, end))
         own: list[int] = page_ids[at:until].tolist()
@@ -306,7 +306,7 @@ class PageTable:
         self.pending = self.pending and any(len(own.moves) for own in self._own)
 
     def drop_scratch(self) -> None:
-        """Gives scratch pages back, once a step after the tree's moves is launched."""
+        """Gives scratch pages back, once a plain step that follows the tree's moves is launched."""
         for g, pool in self.groups.cached:
             if len(self._own[g].scratch):
                 pool.give(self._own[g].scratch.tolist())

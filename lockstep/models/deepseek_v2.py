@@ -48,7 +48,7 @@ def attention(config: Config, interleaved: bool) -> LatentSpec:
 
 
 def decoder(config: Config, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
-    """The first layers are dense; the others have routed experts, and n_shared_experts as one."""
+    """The first layers are dense; others have routed experts, and the shared ones as one MLP."""
     inner = config.moe_intermediate_size
     shared = replace(dense, inner=inner * config.n_shared_experts)
     moe = replace(moe, expert=replace(dense, inner=inner, bias=False), shared=shared)

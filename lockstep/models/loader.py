@@ -143,7 +143,7 @@ def built(
 
 
 def judge(entries: Entries, asked: Mapping[str, tuple[int, ...]], unused: Sequence[str]) -> None:
-    """Raises unless the files hold all tensors asked for, and else only those of `unused` names."""
+    """Raises unless the files hold exactly the tensors asked for, `unused` ones aside."""
     there = {name: entry.shape for name, entry in entries.items()}
     wrong = [(name, shape) for name, shape in asked.items() if there.get(name) != shape]
     misshapen = [(name, there[name], shape) for name, shape in wrong if name in there]
@@ -338,7 +338,7 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def describe(folder: Path, config: Any, model: Model, device: Choice, weights: str) -> Info:
-    """Returns a model's `Info`; generation_config.json's special tokens precede config.json's."""
+    """Returns a model's `Info`; special tokens of generation_config.json take precedence."""
     file = "generation_config.json"
     extra = read_json(folder, file) if has(folder, file) else {}
     start = special_ids("decoder_start_token_id", extra, config) if model.encodes else ()

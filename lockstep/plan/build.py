@@ -255,7 +255,7 @@ def _plan(
 
 
 def cut(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
-    """Returns a plan of some rows of a plan: of each request, those of `shape` after `skipped`."""
+    """Returns the plan of part of a step: per request, the rows of `shape` after `skipped` ones."""
     b, begins = plan.bucket, plan.q_indptr[:-1] + skipped
     if b.tail or any(b.moves) or b.requests != len(shape.new_lens):
         rule = "a part of a step has plain rows of every request"

@@ -186,7 +186,7 @@ def apply_penalties(logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...]) -
 
 
 def _penalties(row: Row) -> NDArray[np.float64]:
-    """Returns [3, n]: ids, repetition penalties and amounts to take off, of the tokens so far."""
+    """Returns [3, n]: ids, repetition penalty and amount to take off, of distinct tokens so far."""
     params = row.params
     if not params.penalised or not row.position:
         return np.empty((3, 0))
