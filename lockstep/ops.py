@@ -6,7 +6,7 @@ else. Results are new tensors on `device`; nothing is read back to the host and 
 the device, so that a call can be captured or recorded with its tensors and ints. Operands may be
 views: the last dimension is contiguous, others have any stride. A step of no rows is allowed. t
 counts rows, "activations" are of `dtype`; weights of norms and all of routing, sampling and
-log-probabilities are float32 and wider.
+log-probabilities are float32 or wider.
 
 A kernel reads and writes memory without torch seeing it. So functions are marked, those of a table
 by `kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread

@@ -31,7 +31,7 @@ class Caps:
     devices: frozenset[str] = frozenset()  # names of torch devices: cpu, cuda
     activation_dtypes: frozenset[str] = frozenset()  # of queries and outputs
     kv_dtypes: frozenset[str] = frozenset()  # of the cache (`types.KV_FORMATS`)
-    layouts: frozenset[str] = frozenset()  # how a group keeps its keys (`types.Layout`)
+    layouts: frozenset[str] = frozenset()  # how a group stores its keys (`types.Layout`)
     head_multiple: int = 1  # head sizes, as stored (`order.stored_len`), are multiples of this
     head_max: int = 0  # and at most this
     page_sizes: frozenset[int] | None = frozenset()  # keys per page; ANY_PAGE_SIZE for all

@@ -101,12 +101,12 @@ class Prefix:
         self._prune(node)
 
     def available(self, g: int) -> int:
-        """Returns the pages of group g that are free or could be evicted: the tree's alone."""
+        """Returns how many pages of group g are free, or evictable: held by the tree alone."""
         pool = self.pools[g]
         return pool.free + pool.idle if pool is not None else 0
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evicts until each group has its `needs` of free pages. If impossible: none, and False."""
+        """Evicts until each group g has `needs[g]` free pages, or evicts nothing: returns False."""
         if any(need > self.available(g) for g, need in enumerate(needs)):
             return False
         for g, pool in self.groups.items():

@@ -160,7 +160,7 @@ class PageTable:
 
     def merge(self, g: int, begin: int, end: int, pages: list[int]) -> list[int]:
         """Replaces the request's pages at the end of positions [begin, end) with the cached `pages`
-        and gives them back. Returns its pages of that range before these: the tree lacks them."""
+        and gives its own back. Returns its pages of the range before these: the tree lacks them."""
         pool, size, (page_ids, first, _, _) = self.pools[g], self.specs[g].page_size, self._own[g]
         at, until = (max(0, p - first) // size for p in (begin, end))
         own: list[int] = page_ids[at:until].tolist()

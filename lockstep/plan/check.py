@@ -233,7 +233,7 @@ def judge_writes(rows: Any, arrays: Any, moves: Any, size: int, cross: bool, own
 
 @njit
 def falls(indptr: Any) -> int:
-    """Returns the first index at which `indptr` does not rise from 0, or -1."""
+    """Returns the first index at which `indptr` falls, 0 if it does not begin with 0, else -1."""
     if indptr[0] != 0:
         return 0
     for i in range(1, len(indptr)):
