@@ -189,8 +189,9 @@ def with_revert(args: argparse.Namespace) -> int:
     from lockstep.lab import reverts
 
     revert = reverts.load(name)
-    told = f"lockstep: {reverts.VARIABLE}={name}: {revert.target} is the old one: {revert.title}"
-    print(told, file=sys.stderr, flush=True)
+    setting = f"{reverts.ENVIRONMENT_VARIABLE}={name}"
+    notice = f"lockstep: {setting}: {revert.target} is the old one: {revert.title}"
+    print(notice, file=sys.stderr, flush=True)
     with reverts.swapped(revert):
         return call(args)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Self
 
-from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown, whole, with_fields
+from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, checked_int, format_value, with_fields
 
 DEFAULT, FIRST = "Leave it out for the default", "Leave it out for the first that fits"
 FOLDER = "a folder or a hub id of the form owner/name"
@@ -63,7 +63,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in COUNTS:
             if getattr(self, name) is not None or name not in DERIVED:
-                count = whole(name, getattr(self, name), 1, INT32_MAX, DEFAULT)
+                count = checked_int(name, getattr(self, name), 1, INT32_MAX, DEFAULT)
                 object.__setattr__(self, name, count)
         for name, known in CHOICES.items():
             said = isinstance(getattr(self, name), str) and getattr(self, name) in known
@@ -92,7 +92,7 @@ class EngineConfig:
         for name in (*SPECULATIVE, "speculative_draft_model"):
             if algorithm is None and getattr(self, name) is not None:
                 rule = f"{name} comes with speculative_algorithm"
-                raise RuleError(rule, shown(getattr(self, name)), "Name the algorithm too")
+                raise RuleError(rule, format_value(getattr(self, name)), "Name the algorithm too")
         if algorithm == "ngram" and (model is not None or (self.speculative_eagle_topk or 1) > 1):
             rule = "ngram guesses one chain from the text, without a model"
             got = f"draft model {model}, top-k {self.speculative_eagle_topk}"
@@ -103,7 +103,7 @@ class EngineConfig:
 
     def _check(self, name: str, holds: bool, rule: str, remedy: str = DEFAULT) -> None:
         if not holds:
-            raise RuleError(f"{name} is {rule}", shown(getattr(self, name)), remedy)
+            raise RuleError(f"{name} is {rule}", format_value(getattr(self, name)), remedy)
 
     def _check_buckets(self) -> None:
         # one more than the running requests, for a pad request; a step full of rows needs none
@@ -117,12 +117,14 @@ class EngineConfig:
             if sizes is None:
                 continue
             if self.bucket_sizes is None:
-                raise RuleError(f"{name} come with bucket_sizes", shown(sizes), "Name those too")
+                raise RuleError(
+                    f"{name} come with bucket_sizes", format_value(sizes), "Name those too"
+                )
             listed = isinstance(sizes, tuple | list)
             counts = listed and all(type(n) is int and 1 <= n <= INT32_MAX for n in sizes)
             if not counts or not sizes or list(sizes) != sorted(set(sizes)):
                 rule = f"{name} are rising whole numbers from 1 to {INT32_MAX}"
-                raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
+                raise RuleError(rule, format_value(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
             if sizes[-1] < needed:
                 rule = f"the largest of {name} holds a step of {needed}"
                 raise RuleError(rule, str(sizes[-1]), "Add a larger one, or schedule less per step")

@@ -225,30 +225,30 @@ class Ops(Protocol):
         int64 [s] (-1: none); of the k best top_ids int64 [s, k], top float32 [s, k]. CPU's bits."""
 
 
-def by_numpy(tensor: Tensor) -> bool:
+def copies_with_numpy(tensor: Tensor) -> bool:
     """Whether numpy should copy `tensor`. On a CPU torch's threads would spin for milliseconds
     after a copy, on cores that our helper threads need."""
     return tensor.device.type == "cpu" and tensor.dtype is torch.float32
 
 
-def joined(parts: Sequence[Any], dim: int) -> Tensor:
+def concat(parts: Sequence[Any], dim: int) -> Tensor:
     """Concatenates tensors or numpy arrays along `dim`; with torch while a recorder is active."""
     if isinstance(parts[0], Tensor):
-        if active_modes() or not by_numpy(parts[0]):
+        if active_modes() or not copies_with_numpy(parts[0]):
             return torch.cat(tuple(parts), dim)
         parts = [each.numpy() for each in parts]
     return torch.from_numpy(np.concatenate(parts, dim))
 
 
-def copied(source: Tensor, target: Tensor) -> None:
+def copy_into(source: Tensor, target: Tensor) -> None:
     """Copies `source` into `target`."""
-    if by_numpy(target):
+    if copies_with_numpy(target):
         target.numpy()[:] = source.numpy()
     else:
         target.copy_(source)
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to `device`, from pinned memory, so that nothing waits."""
     if device.type == "cpu":
         return values
@@ -297,13 +297,13 @@ def transparent(function: Callable[Given, Result]) -> Callable[Given, Result]:
 NAMES = [n for n, f in vars(Ops).items() if inspect.isfunction(f) and not n.startswith("_")]
 
 
-def marked(table: Ops) -> Ops:
+def mark_operations(table: Ops) -> Ops:
     """Makes every function of `table` an operation; returns `table`."""
     for name in NAMES:
         setattr(table, name, operation(getattr(table, name)))
     return table
 
 
-def unmarked(table: Ops) -> list[str]:
+def unmarked_operations(table: Ops) -> list[str]:
     """Returns the functions of `table` that are not operations: a recorder would miss them."""
     return [name for name in NAMES if not hasattr(getattr(table, name), MARK)]

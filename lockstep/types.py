@@ -26,7 +26,7 @@ class RuleError(ValueError):
         return type(self), (self.rule, self.got, self.remedy)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Formats a value for an error, on one line: its repr, shortened, or its type if that fails."""
     try:
         text = " ".join(repr(value).split())
@@ -49,18 +49,20 @@ def with_fields(kind: type[T], given: Mapping[str, Any], what: str) -> T:
     for name in given:
         if name not in known:
             remedy = did_you_mean(str(name), known, "Leave it out")
-            raise RuleError(f"{what} is one of {', '.join(known)}", shown(name), remedy)
+            raise RuleError(f"{what} is one of {', '.join(known)}", format_value(name), remedy)
     return kind(**given)
 
 
-def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
+def checked_int(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     """Returns `value` as an int in [low, high]. Takes any integer type, but no bool and no 1.0."""
     try:
         result = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         result = low - 1
     if not low <= result <= high:
-        raise RuleError(f"{name} is a whole number from {low} to {high}", shown(value), remedy)
+        raise RuleError(
+            f"{name} is a whole number from {low} to {high}", format_value(value), remedy
+        )
     return result
 
 

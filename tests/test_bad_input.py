@@ -15,7 +15,7 @@ from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
 from lockstep.llm import prompts as forms
 from lockstep.sample.formulas import MAX_VOCAB
-from lockstep.types import RuleError, shown
+from lockstep.types import RuleError, format_value
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, logprobs=True)
 PROMPT = "a prompt is a string or a list of token ids"
@@ -108,7 +108,7 @@ def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
             "Decode it as what it is, or with errors='replace'.",
         ),
     ],
-    ids=lambda value: shown(value)[:40],
+    ids=lambda value: format_value(value)[:40],
 )
 def test_what_is_no_prompt_is_refused_by_every_call_and_nothing_stays_behind(
     llm: LLM, want: bytes, prompts: Any, line: str
@@ -133,7 +133,7 @@ def test_what_is_no_prompt_is_refused_by_every_call_and_nothing_stays_behind(
         [torch.tensor([5, 6, 7])],
         (ids for ids in ([5, 6, 7],)),
     ],
-    ids=lambda value: re.sub(r" at 0x\w+", "", shown(value))[:40],
+    ids=lambda value: re.sub(r" at 0x\w+", "", format_value(value))[:40],
 )
 def test_ids_of_any_integer_type_are_the_same_prompt(llm: LLM, prompts: Any):
     (out,) = llm.generate(prompts, FOUR)
@@ -250,8 +250,8 @@ def test_a_batch_that_is_refused_leaves_a_running_stream_alone(llm: LLM, want: b
 
 
 def test_a_number_too_long_to_print_is_named_by_its_kind():
-    assert shown(10**9999) == "an int too long to print"
-    assert shown("x" * 200) == "'" + "x" * 76 + "..."
+    assert format_value(10**9999) == "an int too long to print"
+    assert format_value("x" * 200) == "'" + "x" * 76 + "..."
     assert forms.many("a") == ["a"]
 
 
@@ -333,7 +333,7 @@ def test_a_number_too_long_to_print_is_named_by_its_kind():
             "built-in model.",
         ),
     ],
-    ids=lambda value: shown(value)[:40],
+    ids=lambda value: format_value(value)[:40],
 )
 def test_a_bad_option_is_one_line(option: dict[str, Any], line: str):
     with pytest.raises(RuleError) as caught:
@@ -394,7 +394,7 @@ def test_a_suggestion_ends_with_its_question_mark():
         ({"stop": b"x"}, "stop is a list of at most 16 strings; got b'x'. Pass a list."),
         ({"temprature": 1}, None),
     ],
-    ids=lambda value: shown(value)[:40],
+    ids=lambda value: format_value(value)[:40],
 )
 def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
     with pytest.raises(RuleError) as caught:
@@ -430,7 +430,7 @@ def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
             r"path\.$",
         ),
     ],
-    ids=lambda value: shown(value)[:40],
+    ids=lambda value: format_value(value)[:40],
 )
 def test_what_no_machine_has_is_refused_before_it_is_taken(option: dict[str, Any], match: str):
     with pytest.raises(RuleError, match=match):

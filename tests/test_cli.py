@@ -19,7 +19,7 @@ from lockstep.attention import select
 from lockstep.cli import Parser
 from lockstep.config import EngineConfig
 from lockstep.lab import reverts
-from lockstep.lab.cells import Cell, Result, settle
+from lockstep.lab.cells import Cell, Result, apply_known_failures
 from lockstep.lab.guard import Finding
 from lockstep.sample.params import SamplingParams
 
@@ -282,7 +282,7 @@ def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     revert = reverts.load("sglang-26513")
-    monkeypatch.setenv(reverts.VARIABLE, revert.name)
+    monkeypatch.setenv(reverts.ENVIRONMENT_VARIABLE, revert.name)
     recipe, feature = revert.cells[0].split("/")
     asked = [
         "--backend",
@@ -299,16 +299,18 @@ def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(
     ]
     code = cli.main(["lab", "run", *asked])
     said = capsys.readouterr()
-    assert f"{reverts.VARIABLE}={revert.name}" in said.err and revert.title in said.err
+    assert f"{reverts.ENVIRONMENT_VARIABLE}={revert.name}" in said.err and revert.title in said.err
     doc = json.loads(said.out)
     assert (code, doc["revert"], doc["cells"][0]["verdict"]) == (1, revert.name, "failed")
-    assert f"{reverts.VARIABLE}={revert.name} lockstep lab run --backend cpu" in said.err
+    assert (
+        f"{reverts.ENVIRONMENT_VARIABLE}={revert.name} lockstep lab run --backend cpu" in said.err
+    )
 
 
 def test_an_unknown_bug_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv(reverts.VARIABLE, "sglang-26513x")
+    monkeypatch.setenv(reverts.ENVIRONMENT_VARIABLE, "sglang-26513x")
     assert cli.main(["check-env"]) == 2
     assert "Did you mean sglang-26513" in capsys.readouterr().err
 
@@ -353,10 +355,10 @@ def test_a_known_failure_is_known_and_one_that_passes_fails():
     cell = Cell("cpu", "decode", "dense")
     broken = Result(cell, "failed", "value: off", (Finding("value", False, "off"),))
     listed = {str(cell): "a cause"}
-    assert settle(broken, False, listed).verdict == "known"
-    assert "a cause" in settle(broken, False, listed).reason
-    assert settle(Result(cell, "passed"), False, listed).verdict == "failed"
-    assert settle(Result(cell, "passed"), True, listed).verdict == "passed", (
+    assert apply_known_failures(broken, False, listed).verdict == "known"
+    assert "a cause" in apply_known_failures(broken, False, listed).reason
+    assert apply_known_failures(Result(cell, "passed"), False, listed).verdict == "failed"
+    assert apply_known_failures(Result(cell, "passed"), True, listed).verdict == "passed", (
         "a quick run proves nothing"
     )
-    assert settle(broken, False, {}).verdict == "failed"
+    assert apply_known_failures(broken, False, {}).verdict == "failed"

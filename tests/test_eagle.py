@@ -27,7 +27,7 @@ from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import group_specs
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.spec import eagle, eagle3
-from lockstep.spec.depth import FIRST_CHANCE, Costs, rounded
+from lockstep.spec.depth import FIRST_CHANCE, Costs, round_down
 from lockstep.spec.draft import DraftRequest, DraftSetup
 from lockstep.types import RuleError
 
@@ -250,7 +250,7 @@ def test_a_guess_more_is_worth_its_row_and_its_step():
     assert costs.guess_s == pytest.approx(0.3), "three guesses more cost 0.9"
     assert costs.go_on() == pytest.approx((0.3 + 0.5) / 4.0)
     for rows, about in ((1, 1), (15, 15), (16, 16), (17, 16), (31, 30), (100, 96)):
-        assert rounded(rows) == about
+        assert round_down(rows) == about
 
 
 def test_layers_that_a_config_does_not_name_are_its_authors_choice():

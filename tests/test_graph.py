@@ -29,7 +29,7 @@ from lockstep.run.runner import (
     StepOutput,
     null_work,
     read_settings,
-    resolved,
+    resolve_ids,
     write_settings,
 )
 from lockstep.run.step import Arena
@@ -131,7 +131,7 @@ def test_no_row_of_a_pad_is_left_whatever_the_width_of_a_state() -> None:
 
 def test_ids_below_zero_are_samples_of_the_step_before() -> None:
     ids, sampled = torch.tensor([7, -1, -3, 0], dtype=torch.int32), torch.tensor([40, 41, 42])
-    assert resolved(ids, sampled).tolist() == [7, 40, 42, 0]
+    assert resolve_ids(ids, sampled).tolist() == [7, 40, 42, 0]
 
 
 def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
@@ -240,12 +240,12 @@ def test_the_cache_has_the_dtype_of_activations_unless_another_is_asked_for() ->
 
 
 def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
-    from lockstep.attention.triton import Backend, Launch, most_items, room_for, rounded
+    from lockstep.attention.triton import Backend, Launch, most_items, room_for, round_launch
     from lockstep.kernels.triton import launch
     from lockstep.types import AttnSpec
 
     assert [room_for(n) for n in (0, 1, 16, 17, 256, 257)] == [0, 16, 16, 64, 256, 512]
-    one = rounded(Launch(launch.DECODE, 70, 99, 64), 4)
+    one = round_launch(Launch(launch.DECODE, 70, 99, 64), 4)
     assert one == Launch(launch.DECODE, 80, 80 * 4, 64)
     spec = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (AttnSpec(0.1),), kv_dtype="bfloat16")
     sizes = {"requests": 64, "tokens": 64, "emits": 64, "writes": (64,), "moves": (0,)}

@@ -146,7 +146,7 @@ def test_a_traceback_that_is_kept_keeps_no_request():
     except KeyboardInterrupt as error:
         kept.append(error)
     assert not model.engine.busy
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
     assert kept
 
 
@@ -169,7 +169,7 @@ def test_a_call_that_ends_without_its_last_words_leaves_no_request(monkeypatch):
     monkeypatch.undo()
     assert len(model.engine.generations) == 1
     assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
     assert kept
 
 
@@ -219,7 +219,7 @@ def test_a_step_that_fails_has_not_happened(tiny, at):
     assert [interrupt.bits(job.output("")) for job in jobs] == [
         interrupt.bits(job.output("")) for job in want
     ]
-    assert interrupt.books(engine) == []
+    assert interrupt.check_idle(engine) == []
 
 
 def test_what_was_refused_costs_no_cache():
@@ -246,7 +246,7 @@ def test_a_call_inside_the_loop_of_a_stream_takes_nothing_from_it():
             (inner,) = model.generate([OTHER], replace(PARAMS, max_tokens=30))
     assert joined(chunks) == whole(alone(PROMPT))
     assert whole(inner) == whole(alone(OTHER, replace(PARAMS, max_tokens=30)))
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
 
 
 @pytest.mark.parametrize("second", [3, 10, 25])
@@ -261,7 +261,7 @@ def test_streams_side_by_side_are_what_each_is_alone(second):
     assert [joined([c for c in theirs if c.index == i])[:2] for i in range(2)] == [
         (c.text, c.token_ids) for c in alone(OTHER, params).completions
     ]
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
 
 
 def test_streams_that_take_turns_lose_nothing():
@@ -281,7 +281,7 @@ def test_streams_that_take_turns_lose_nothing():
     assert [joined(chunks[i]) for i in range(3)] == [
         whole(alone(p)) for p in (PROMPT, OTHER, PROMPT[:7])
     ]
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
 
 
 @pytest.mark.parametrize("how", ["break", "close", "throw", "forget"])
@@ -306,7 +306,7 @@ def test_a_stream_that_is_left_takes_its_request_with_it_and_no_other(how):
     gc.collect()
     chunks += other
     assert joined(chunks) == whole(alone(OTHER))
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
 
 
 def test_a_stream_that_is_left_computes_no_row_more_when_another_goes_on():
@@ -349,7 +349,7 @@ def test_threads_get_their_answers_with_their_bits():
         thread.join()
     for i, prompt in enumerate(prompts):
         assert answers[i] == [whole(alone(prompt))] * 3
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
 
 
 def test_a_thread_that_ended_inside_its_turn_holds_nobody_up():
@@ -408,7 +408,7 @@ def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_noth
     ):
         model.generate([PROMPT], PARAMS)
     assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
-    assert interrupt.books(model.engine) == []
+    assert interrupt.check_idle(model.engine) == []
 
 
 # -- the floor -------------------------------------------------------------------------------------
@@ -423,11 +423,11 @@ def one_at_a_time(monkeypatch):
 def test_who_leaves_room_for_another_waits_for_nobody(monkeypatch):
     """Two engines with a thread each used to take turns on two processors."""
     monkeypatch.setattr(threads, "CORES", 2)
-    with threads.limited(1), threads.floor():
-        assert threads.FLOOR == []
-    with threads.limited(2), threads.floor():
-        assert len(threads.FLOOR) == 1
-    assert threads.FLOOR == []
+    with threads.limited(1), threads.engine_turn():
+        assert threads.TICKETS == []
+    with threads.limited(2), threads.engine_turn():
+        assert len(threads.TICKETS) == 1
+    assert threads.TICKETS == []
 
 
 def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_time):
@@ -437,7 +437,7 @@ def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_ti
     def work(i):
         nonlocal inside, most
         for _ in range(20):
-            with threads.floor():
+            with threads.engine_turn():
                 inside += 1
                 most = max(most, inside)
                 order.append(i)
@@ -449,35 +449,35 @@ def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_ti
         worker.start()
     for worker in workers:
         worker.join()
-    assert (most, len(order), threads.FLOOR) == (1, 60, [])
+    assert (most, len(order), threads.TICKETS) == (1, 60, [])
     longest = max(np.diff([-1, *np.flatnonzero(np.diff(order)), 59]))
     assert longest < 20, "nobody has it all the time while others wait"
 
 
 def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait(one_at_a_time):
-    kept = [threads.floor(), threads.floor()]
+    kept = [threads.engine_turn(), threads.engine_turn()]
     thread = threading.Thread(target=kept[0].__enter__)  # never left
     thread.start()
     thread.join()
-    (lost,) = threads.FLOOR
-    with threads.floor():
-        assert lost not in threads.FLOOR and len(threads.FLOOR) == 1
+    (lost,) = threads.TICKETS
+    with threads.engine_turn():
+        assert lost not in threads.TICKETS and len(threads.TICKETS) == 1
         with ThreadPoolExecutor(1) as pool:
             begin = time.perf_counter()
             pool.submit(kept[1].__enter__).result()  # it is not handed over
             assert time.perf_counter() - begin >= threads.PATIENCE_S
-            (other,) = threads.FLOOR
-    assert threads.FLOOR == [other], "it is not ours to leave"
-    threads.FLOOR.clear()
+            (other,) = threads.TICKETS
+    assert threads.TICKETS == [other], "it is not ours to leave"
+    threads.TICKETS.clear()
 
 
 def test_an_engine_that_is_called_inside_a_step_of_another_waits_once(one_at_a_time):
-    with threads.floor():
-        (outer,) = threads.FLOOR
-        with threads.floor():
-            assert len(threads.FLOOR) == 1 and outer not in threads.FLOOR
-        assert threads.FLOOR == []
-    assert threads.FLOOR == []
+    with threads.engine_turn():
+        (outer,) = threads.TICKETS
+        with threads.engine_turn():
+            assert len(threads.TICKETS) == 1 and outer not in threads.TICKETS
+        assert threads.TICKETS == []
+    assert threads.TICKETS == []
 
 
 def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch, one_at_a_time):
@@ -485,20 +485,20 @@ def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch
     main, theirs = threading.main_thread().ident, threading.Lock()
 
     def strike():
-        while len(threads.FLOOR) < 2:
+        while len(threads.TICKETS) < 2:
             time.sleep(1e-3)
         signal.pthread_kill(main, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threads.FLOOR.append(theirs)
+    threads.TICKETS.append(theirs)
     striker = threading.Thread(target=strike)
     striker.start()
-    with pytest.raises(KeyboardInterrupt), threads.floor():
+    with pytest.raises(KeyboardInterrupt), threads.engine_turn():
         raise AssertionError("somebody else has it")
     striker.join()
     signal.signal(signal.SIGINT, before)
-    assert threads.FLOOR == [theirs]
-    threads.FLOOR.clear()
+    assert threads.TICKETS == [theirs]
+    threads.TICKETS.clear()
 
 
 @pytest.mark.parametrize("turn_ns", [0, 10**12])
@@ -506,12 +506,12 @@ def test_a_call_that_releases_the_lock_keeps_the_floor(monkeypatch, one_at_a_tim
     monkeypatch.setattr(threads, "TURN_NS", turn_ns)
     seen = []
     for call in ("call", "released"):
-        monkeypatch.setattr(threads.compiled(), call, lambda *_: seen.append(list(threads.FLOOR)))
-    with threads.floor():
-        before = list(threads.FLOOR)
+        monkeypatch.setattr(threads.compiled(), call, lambda *_: seen.append(list(threads.TICKETS)))
+    with threads.engine_turn():
+        before = list(threads.TICKETS)
         threads.Call(SimpleNamespace(address=0), (), 1, 1, 10).run()
-        assert seen == [threads.FLOOR] == [before] and len(before) == 1
-    assert threads.FLOOR == []
+        assert seen == [threads.TICKETS] == [before] and len(before) == 1
+    assert threads.TICKETS == []
 
 
 # -- priorities ------------------------------------------------------------------------------------

@@ -269,13 +269,13 @@ def product(most: int = 4) -> bool:
 
 def test_more_threads_than_processors():
     assert product()
-    assert len(threads.HELP.threads) >= 3
+    assert len(threads.HELPERS.threads) >= 3
 
 
 def test_helpers_come_back_after_they_were_sent_home():
     assert product()
-    threads.HELP.leave()
-    assert not threads.HELP.threads
+    threads.HELPERS.leave()
+    assert not threads.HELPERS.threads
     assert product()
 
 
@@ -294,10 +294,10 @@ def test_a_forked_process_has_helpers_of_its_own_and_torch_one_thread():
         child = os.fork()
         if child == 0:
             signal.alarm(30)
-            alone = not threads.HELP.threads
+            alone = not threads.HELPERS.threads
             same = all(torch.equal(gemm.linear(x, weight), want) for _ in range(50))
             same &= torch.equal(sample(Ops(), logits, rows_of).token_ids, chosen)
-            helped = len(threads.HELP.threads) == 1 and threads.HELP.inherited == before
+            helped = len(threads.HELPERS.threads) == 1 and threads.HELPERS.inherited == before
             os._exit(0 if alone and same and helped else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -305,14 +305,14 @@ def test_a_forked_process_has_helpers_of_its_own_and_torch_one_thread():
 @pytest.mark.parametrize("shares", [1, 4])
 def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
     """The helpers were told to leave and serve nothing: the caller does all the work."""
-    threads.HELP.leave()
+    threads.HELPERS.leave()
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(1):
         want = gemm.linear(x, weight)
     y = torch.empty(9, 500)
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
-    board = threads.HELP.address  # no helper inspects it
+    board = threads.HELPERS.address  # no helper inspects it
     entries = (*where, 9, 70, 500, panels, 1, 4, 0, 0, 0, 12)
     head = (gemm.work().address, panels, 4, 0, 0, 0, shares, threads.HEAD + len(entries), 0)
     for call in (threads.compiled().call, threads.compiled().released):
@@ -337,9 +337,9 @@ def test_threads_that_call_at_once_share_the_helpers_and_keep_their_bits():
 def test_a_limit_is_the_calling_threads_and_not_torchs():
     before = torch.get_num_threads()
     with threads.limited(before + 3), ThreadPoolExecutor(1) as pool:
-        assert threads.count() == before + 3 and torch.get_num_threads() == before
-        assert pool.submit(threads.count).result() == before
-    assert threads.count() == before
+        assert threads.thread_count() == before + 3 and torch.get_num_threads() == before
+        assert pool.submit(threads.thread_count).result() == before
+    assert threads.thread_count() == before
 
 
 def test_a_call_has_as_many_threads_as_its_work_is_worth(monkeypatch):
@@ -353,7 +353,7 @@ def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_
     each, team = 1 << 12, 5
     begin = threads.memory(each, team)
     memory, _ = threads.OWN.memory
-    assert begin % 64 == 0 and begin + each * team <= threads.where(memory) + len(memory)
+    assert begin % 64 == 0 and begin + each * team <= threads.address_of(memory) + len(memory)
     assert threads.memory(each, team) == threads.memory(each, 1) == begin
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(threads.memory, each, team).result() != begin

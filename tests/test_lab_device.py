@@ -19,7 +19,7 @@ import torch
 from lockstep import cli
 from lockstep.attention.reference import attend_row
 from lockstep.lab import fuzz, oracle, reverts
-from lockstep.lab.attention_harness import off
+from lockstep.lab.attention_harness import distance
 from lockstep.lab.features import FEATURES
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.recipes import Script
@@ -60,12 +60,12 @@ def test_the_tolerance_of_attention_holds_what_its_dtype_rounds_and_no_three_tim
     for i in range(40):
         q = rows[0][0].q[i].double()
         out, lse = attend_row(q, k[: i + 1], v[: i + 1], spec.layers[0])
-        error = off(out.bfloat16().double(), answer.out[i]) / answer.out_tol[i][:, None]
-        assert bool((off(lse, answer.lse[i]) <= exact.lse_tol[i]).all())
+        error = distance(out.bfloat16().double(), answer.out[i]) / answer.out_tol[i][:, None]
+        assert bool((distance(lse, answer.lse[i]) <= exact.lse_tol[i]).all())
         used = max(used, float(error.max()))
     assert 0.05 < used < 1
     far = answer.out * (1 + 6 * NARROW.unit) + 6 * answer.out_tol[..., None]
-    assert bool((off(far, answer.out) > answer.out_tol[..., None]).all())
+    assert bool((distance(far, answer.out) > answer.out_tol[..., None]).all())
 
 
 def test_a_backend_is_told_which_bugs_it_is_not_proven_against(capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ from lockstep.lab.cells import ENGINE, TABLES, Cell, cells, run_cell
 from lockstep.lab.engine_harness import EngineHarness, stream_faults
 from lockstep.lab.engine_recipes import GREEDY, PLAIN, THREE, words
 from lockstep.lab.options import RunOptions
-from lockstep.lab.recompute import Order
+from lockstep.lab.recompute import StoryRequest
 from lockstep.lab.tiny import LLAMA, MODELS, QWEN3, VOCAB, Letters
 from lockstep.llm.output import Chunk
 
@@ -104,7 +104,7 @@ def test_poison_in_a_page_that_is_read_is_found(rig: EngineHarness):
                 for storage in (s for layer in pool.storages for s in layer):
                     storage[:] = torch.nan
 
-    rig.play("batch", rig.engine(), [Order(words(20), PLAIN)], spoil)
+    rig.play("batch", rig.engine(), [StoryRequest(words(20), PLAIN)], spoil)
     assert rig.faults["poison"] == ["request 0: a logit is NaN"] and rig.faults["batch"]
 
 
@@ -117,7 +117,7 @@ def test_a_lost_page_and_an_exception_are_found_and_what_came_before_is_compared
         if step == 5:
             raise KeyError("on purpose")
 
-    rig.play("batch", rig.engine(), [Order(words(20), PLAIN)], lose)
+    rig.play("batch", rig.engine(), [StoryRequest(words(20), PLAIN)], lose)
     assert "every hold has a holder" in rig.faults["pages"][0]
     assert rig.faults["raised"] == ["KeyError: 'on purpose'"] and not rig.faults["batch"]
 
@@ -127,7 +127,12 @@ def test_the_oracle_sees_a_wrong_token(rig: EngineHarness):
         if step == 4:
             jobs[0].request.tokens[-1] = 1 + jobs[0].request.tokens[-1] % (VOCAB - 1)
 
-    rig.play("batch", rig.engine(), [Order(words(12), PLAIN), Order(words(9, 1), THREE)], edit)
+    rig.play(
+        "batch",
+        rig.engine(),
+        [StoryRequest(words(12), PLAIN), StoryRequest(words(9, 1), THREE)],
+        edit,
+    )
     assert (
         rig.faults["batch"]
         and rig.faults["batch"][0].startswith("request 0: tokens")
@@ -138,7 +143,7 @@ def test_the_oracle_sees_a_wrong_token(rig: EngineHarness):
 def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes_nothing(
     rig: EngineHarness,
 ):
-    order, calls = Order(words(12), replace(PLAIN, logprobs=2)), list[int]()
+    order, calls = StoryRequest(words(12), replace(PLAIN, logprobs=2)), list[int]()
     (want,) = rig.oracle.completions(order)
     inner = rig.oracle.hidden
     for said, forwards in ((want.token_ids, 1), (want.token_ids[:4], 6), ([3, 3, 3], None)):
@@ -151,7 +156,7 @@ def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes
 
 
 def test_a_stream_that_differs_is_found(rig: EngineHarness):
-    (job,) = rig.play("stream", rig.engine(), [Order(words(5), PLAIN)])
+    (job,) = rig.play("stream", rig.engine(), [StoryRequest(words(5), PLAIN)])
     assert not rig.faults["stream"]
     done = job.output("").completions[0]
     assert len(stream_faults(job, [Chunk(0, done.text + "x", done.token_ids[:-1], None)])) == 3

@@ -29,7 +29,7 @@ from lockstep.llm.output import Completion, Output
 from lockstep.models.loader import Loaded
 from lockstep.plan import check as rules
 from lockstep.plan.bucket import Buckets
-from lockstep.plan.build import RequestWork, build, power
+from lockstep.plan.build import RequestWork, build, next_power_of_2
 from lockstep.plan.check import check
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import PagedGroup, StepPlan, ints
@@ -92,7 +92,7 @@ def test_a_lone_decoding_row_keeps_its_width_and_a_lone_prompt_has_none():
 
 
 def test_a_power_of_two_is_its_own():
-    assert [power(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 1024, 1025)] == [
+    assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 1024, 1025)] == [
         *(0, 1, 2, 4, 4, 8, 8, 16, 1024, 2048)
     ]
 

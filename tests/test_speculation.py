@@ -41,7 +41,7 @@ from lockstep.llm.generation import Generation
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
 from lockstep.plan.bucket import Buckets
-from lockstep.plan.build import RequestWork, build, cut
+from lockstep.plan.build import RequestWork, build, slice_plan
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
 from lockstep.run import runner as runner_module
@@ -432,15 +432,15 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
     one, two = model_draft.shape_of((1, 1)), model_draft.shape_of((2, 2))
     ragged = model_draft.shape_of((3, 1))
     for shape, positions in ((two, [5, 6, 9, 10]), (ragged, [5, 6, 7, 9])):
-        first = cut(planned((5, 9), 4), shape)
+        first = slice_plan(planned((5, 9), 4), shape)
         assert first.positions.tolist() == positions
         ends = [positions[row] + 1 for row in shape.q_indptr[1:] - 1]
         assert first.groups[0].kv_lens.tolist() == ends and first.bucket.width == shape.width
         check(first, (32,) * len(specs))
-    last = cut(planned((5, 9), 4), one, ragged.new_lens - 1)
+    last = slice_plan(planned((5, 9), 4), one, ragged.new_lens - 1)
     assert last.positions.tolist() == [7, 9]
     for nth in range(4):
-        step, alone = cut(planned((5, 9), 4), one, nth), planned((5 + nth, 9 + nth), 1)
+        step, alone = slice_plan(planned((5, 9), 4), one, nth), planned((5 + nth, 9 + nth), 1)
         check(step, (32,) * len(specs))
         pairs = [(step, alone, ("q_indptr", "positions", "start", "tail_indptr", "emit"))]
         groups_of = zip(step.groups, alone.groups, strict=True)
@@ -449,7 +449,7 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
             for name in names:
                 assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
     with pytest.raises(RuleError, match="plain rows of every request"):
-        cut(build(specs, []), one)
+        slice_plan(build(specs, []), one)
 
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])

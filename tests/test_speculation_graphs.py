@@ -218,7 +218,7 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
     shape = speculations.TreeShape(steps=5, top_k=1, nodes=5)
     assert shape.depths == (1, 3, 5) and shape.widths == (1, 2, 4, 6, 8, 10)
     assert [shape.rounded(n) for n in range(6)] == [0, 1, 3, 3, 5, 5]
-    evened = speculations.evened(asks, trees, shape)
+    evened = speculations.pad_chains(asks, trees, shape)
     assert [tree.token_ids for tree in evened] == [(7, 8, 9), (0, 0), (5, 0, 0)]
     assert [tree.pads for tree in evened] == [0, 2, 2]
     assert all(tree.chain for tree in evened)

@@ -22,7 +22,7 @@ from lockstep.lab import golden, interrupt
 from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
-from lockstep.llm.calls import WAITS, garbage_waits
+from lockstep.llm.calls import GC_PAUSES, pause_gc
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.generation import CompletionState
 from lockstep.sample.params import SamplingParams
@@ -95,7 +95,7 @@ def test_recorded_answers_hold_when_steps_are_settled_late(name, tmp_path):
     found = golden.ask(llm, golden.requests(name))
     assert len(found) == golden.REQUESTS
     assert [key for key, answer in found.items() if recorded[key] != answer] == []
-    assert interrupt.books(llm.engine) == []
+    assert interrupt.check_idle(llm.engine) == []
 
 
 @pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
@@ -108,7 +108,7 @@ def test_what_is_settled_late_is_what_is_settled_at_once(tiny):
         jobs = [made.add(PROMPT, each) for each in (scored, PENALISED, STOPPED)]
         jobs.append(made.add_items(OTHER, [[5], [6, 7, 8], [9, 5, 6, 7, 8]]))
         answers.append(finished(made, *jobs))
-        assert interrupt.books(made) == []
+        assert interrupt.check_idle(made) == []
     assert answers[0] == answers[1]
 
 
@@ -144,7 +144,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
         assert job.news()[-1].token_ids == want.token_ids
         rows.append(sum(seen))
         cached.append([pool.kept.sum() for pool in made.scheduler.tree.groups.values()])
-        assert interrupt.books(made) == []
+        assert interrupt.check_idle(made) == []
     assert rows[1] == rows[0] + 1 and cached[0] == cached[1]
 
 
@@ -177,7 +177,7 @@ def test_an_abort_between_launch_and_settling_takes_nothing_from_others(at):
     want = lone(SCORED)[0].output("").completions
     after = [completion.token_ids for completion in jobs[0].output("").completions]
     assert got == after == [c.token_ids[: len(ids)] for c, ids in zip(want, got, strict=True)]
-    assert interrupt.books(made) == []
+    assert interrupt.check_idle(made) == []
 
 
 def test_a_step_touches_nobody_who_had_ended_before_it():
@@ -242,7 +242,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch, where, at, overlap
     monkeypatch.undo()
     assert failed == 1
     assert [interrupt.bits(job.output("")) for job in jobs] == want
-    assert interrupt.books(made) == []
+    assert interrupt.check_idle(made) == []
 
 
 # -- tokens already generated ----------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_request_goes_on_with_the_bits_it_would_have_had(params):
         made = engine(overlap=overlap)
         job = made.add(PROMPT, params, generated=[ids[:kept] for ids in tokens])
         assert finished(made, job) == [want]
-        assert interrupt.books(made) == []
+        assert interrupt.check_idle(made) == []
 
 
 def test_a_source_is_encoded_again_for_a_request_that_goes_on():
@@ -402,16 +402,16 @@ def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
 
 
 def test_garbage_is_looked_for_again_after_an_interrupt_and_a_fork():
-    WAITS.append(True)
+    GC_PAUSES.append(True)
     gc.disable()  # disabled by a thread that no longer exists
     try:
         context = multiprocessing.get_context("fork")
         with context.Pool(1) as pool:
             assert pool.apply(gc.isenabled)
         assert not gc.isenabled()
-        with garbage_waits():
+        with pause_gc():
             assert not gc.isenabled()
-        assert gc.isenabled() and not WAITS
+        assert gc.isenabled() and not GC_PAUSES
     finally:
         gc.enable()
 
@@ -420,7 +420,7 @@ def test_garbage_is_looked_for_again_after_many_turns_of_two_threads():
     def turns() -> None:
         end = time.monotonic() + 0.7
         while time.monotonic() < end:
-            with garbage_waits():
+            with pause_gc():
                 pass
 
     interval = sys.getswitchinterval()
@@ -435,7 +435,7 @@ def test_garbage_is_looked_for_again_after_many_turns_of_two_threads():
     finally:
         sys.setswitchinterval(interval)
         gc.enable()
-        WAITS.clear()
+        GC_PAUSES.clear()
 
 
 def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
@@ -449,10 +449,10 @@ def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
         disable()
 
     def second() -> None:
-        with garbage_waits():
+        with pause_gc():
             there.set()
 
-    with garbage_waits():
+    with pause_gc():
         monkeypatch.setattr(gc, "disable", late)
         thread = threading.Thread(target=second)
         thread.start()

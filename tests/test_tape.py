@@ -29,7 +29,7 @@ from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.nn import decoder
-from lockstep.ops import Activation, active_modes, marked, operation
+from lockstep.ops import Activation, active_modes, mark_operations, operation
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import RequestWork, build
 from lockstep.run import runner as runner_module
@@ -145,7 +145,7 @@ def test_what_is_no_kernel_between_two_is_repeated_in_its_place():
 
 
 def test_tapes_work_in_shared_memory_and_keep_what_they_return():
-    room = threads.Room()
+    room = threads.TapeMemory()
     (x, first), (_, second) = product(seed=1), product(seed=2)
     one, two = Tape(room), Tape(room)
     one.record(first)
@@ -215,7 +215,7 @@ def test_an_interrupt_leaves_no_address_of_memory_that_is_gone():
 
     while strikes < 500:
         left, traced, strikes = strikes, sys.gettrace(), strikes + 1
-        room = threads.Room()
+        room = threads.TapeMemory()
         threads.OWN.tape = Tape(room)
         try:
             sys.settrace(strike)
@@ -227,7 +227,7 @@ def test_an_interrupt_leaves_no_address_of_memory_that_is_gone():
             sys.settrace(traced)
             threads.OWN.tape = None
         memory, address = room.memory
-        assert threads.where(memory) <= address < threads.where(memory) + 64
+        assert threads.address_of(memory) <= address < threads.address_of(memory) + 64
     assert 10 < strikes < 500
     room.empty((64,), np.float32)
     blocks = next(each for each in room.free.values() if each)
@@ -477,7 +477,7 @@ def test_a_backend_that_does_not_state_graphs_is_not_recorded():
 def test_a_table_whose_calls_a_tape_would_miss_is_not_recorded():
     with pytest.raises(RuleError, match="every operation of a recorded launch is marked; got pack"):
         Runner([DENSE], [4], cpu.Backend(), Ops(), graphs=True)
-    assert Runner([DENSE], [4], cpu.Backend(), marked(Ops()), graphs=True).graphs
+    assert Runner([DENSE], [4], cpu.Backend(), mark_operations(Ops()), graphs=True).graphs
 
 
 # ---- the arena ----

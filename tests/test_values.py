@@ -29,7 +29,7 @@ from lockstep.lab.engine_harness import EngineHarness, judge
 from lockstep.lab.engine_recipes import PLAIN, SCORED, words
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recipes import Recipe
-from lockstep.lab.recompute import Order
+from lockstep.lab.recompute import StoryRequest
 from lockstep.lab.tiny import (
     BART,
     DEEPSEEK,
@@ -105,8 +105,8 @@ def judged(tiny: Tiny) -> dict[str, Any]:
 def few(rig: EngineHarness, quick: bool) -> None:
     """Plays two requests longer than the window, one of them scored, in chunks."""
     orders = [
-        Order(words(21), PLAIN),
-        Order(words(17, 1), PLAIN if rig.oracle.encoder else SCORED, at=1),
+        StoryRequest(words(21), PLAIN),
+        StoryRequest(words(17, 1), PLAIN if rig.oracle.encoder else SCORED, at=1),
     ]
     rig.play("batch", rig.engine(chunked_prefill_size=512 if rig.oracle.encoder else 8), orders)
     rig.counters["chunks"] += rig.oracle.encoder is not None

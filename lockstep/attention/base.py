@@ -135,7 +135,7 @@ def addresses(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any, int]:
     return views.page_ids, views.page_indptr, views.first_pos, size
 
 
-def lists(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any]:
+def slot_lists(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any]:
     """Returns start, tail_indptr and tail_slots; in cross and fresh groups no row reaches start."""
     return views.start, views.tail_indptr, views.tail_slots
 

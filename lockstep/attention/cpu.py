@@ -17,8 +17,8 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import advance, attend, threads
-from lockstep.kernels.cpu.threads import empty, where
-from lockstep.kv.pool import Keys, widened
+from lockstep.kernels.cpu.threads import address_of, empty
+from lockstep.kv.pool import Keys, pad_columns
 from lockstep.ops import transparent
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
@@ -75,7 +75,7 @@ class Handle:
         cost_ns = products // PRODUCTS_PER_NS
         code = KV_FORMATS[spec.kv_dtype].code
         group = (spec.kv_heads, self.page_size, self.tile, self.split, code)
-        arrays = (*map(where, table), blocks)
+        arrays = (*map(address_of, table), blocks)
         sizes = (0, spec.heads, spec.group_size, d_qk, d_v, *(item * step for step in strides))
         entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, *areas)
         units = blocks * spec.kv_heads
@@ -108,7 +108,7 @@ class Backend(base.ChainBackend):
         page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
         rows, derived = bucket.tokens, views.derived.numpy()  # slicing in torch releases the GIL
         seen = (derived[:rows], derived[rows : 2 * rows], derived[2 * rows :].reshape(-1, 3))
-        table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views), *seen)
+        table = Table(page_ids, page_indptr, first_pos, *base.slot_lists(spec, views), *seen)
         return Handle(
             spec=spec,
             table=table,
@@ -127,9 +127,9 @@ class Backend(base.ChainBackend):
         arrays += [table.page_ids, table.page_indptr, table.first_pos]
         first = (0, 0, 0)
         if counters is not None:
-            first = (where(views.start), where(counters), counters.stride(0))
+            first = (address_of(views.start), address_of(counters), counters.stride(0))
         sizes = (len(views.positions), handle.page_size, handle.spec.window or INT32_MAX)
-        entries = (*sizes, *map(where, arrays), *first)
+        entries = (*sizes, *map(address_of, arrays), *first)
         threads.Call(advance.compiled(), entries, 1, 1, advance.COST_NS).run()
 
     @transparent
@@ -146,7 +146,7 @@ class Backend(base.ChainBackend):
         out, lse = empty(rows, heads, order.stored_len(group.d_v)), empty(rows, heads)
         if rows:
             k, v = keys
-            q = widened(q, order.stored_len(d_qk)).contiguous()
+            q = pad_columns(q, order.stored_len(d_qk)).contiguous()
             call(kernel(), q, k, v, out, lse, handle, handle.layers[spec])
         return out if out.shape[2] == group.d_v else out[..., : group.d_v], lse
 

@@ -15,8 +15,8 @@ from lockstep.attention import base
 from lockstep.kernels.triton import items, launch
 from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Arguments, Tuning
-from lockstep.kv.pool import Keys, widened
-from lockstep.plan.build import power
+from lockstep.kv.pool import Keys, pad_columns
+from lockstep.plan.build import next_power_of_2
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
@@ -34,7 +34,7 @@ CAPS = replace(
 )
 WIDEST = 16  # rows per request up to which a step counts as few rows; with more it is a prefill
 EXTRAS = (0, 16, 64, 256)  # room for items beyond one per block, where requests have few rows
-NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
+EMPTY_ITEM = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 HALF = (-65504.0, 65504.0)  # the range of float16, to which bfloat16 queries are clamped
 
 
@@ -75,13 +75,13 @@ class Backend:
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
         compiled = os.environ.get("TRITON_INTERPRET") != "1"
         launches, at = [], 0
-        views.derived.reshape(-1, ITEM)[:] = NOBODY
+        views.derived.reshape(-1, ITEM)[:] = EMPTY_ITEM
         for shape, requests, parts in launch.choose(spec, rows, compiled, tree, chosen):
             size = (launch.group_of(spec, shape), shape.rows)
             table, *room = items.items(rows, requests, *size, chosen.splits, parts)
             one = Launch(shape, len(table), *room)
             if few_rows(plan.bucket):
-                one = rounded(one, spec.group_size * plan.bucket.width)
+                one = round_launch(one, spec.group_size * plan.bucket.width)
             views.derived[at : at + table.size] = table.ravel()
             at += ITEM * one.items
             launches.append(one)
@@ -96,7 +96,7 @@ class Backend:
         (one,), rows = variant, spec.group_size * bucket.width
         most = most_items(spec, bucket) - one.counters
         rooms = [n for n in EXTRAS if one.items - one.counters < n <= most]
-        return tuple((rounded(replace(one, items=one.counters + n), rows),) for n in rooms)
+        return tuple((round_launch(replace(one, items=one.counters + n), rows),) for n in rooms)
 
     def bind(
         self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: tuple[Launch, ...]
@@ -109,13 +109,15 @@ class Backend:
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         arguments = launch.arguments(spec, page_size, chosen, has_trees(spec, bucket))
         names = ("page_ids", "positions", "start", "tail_indptr", "tail_slots")
-        image = (page_ids, views.positions, *base.lists(spec, views))
+        image = (page_ids, views.positions, *base.slot_lists(spec, views))
         arguments |= zip(names, map(torch.as_tensor, image), strict=True)
         part_rows = max((one.part_rows for one in variant), default=0) * spec.kv_heads
         counters = max((one.counters for one in variant), default=0) * spec.kv_heads
         arguments |= launch.scratch(part_rows, counters, arguments["DV"], derived.device)
         layers = dict.fromkeys(spec.layers)
-        scored = {attn: arguments | scoring(attn, spec.heads, derived.device) for attn in layers}
+        scored = {
+            attn: arguments | score_arguments(attn, spec.heads, derived.device) for attn in layers
+        }
         return Handle(spec, tuple(zip(variant, tables, strict=True)), scored)
 
     def attend(
@@ -131,7 +133,7 @@ class Backend:
         # whether values are the first columns of the keys, in the same memory, cached or fresh
         shared = keys.v.data_ptr() == keys.k.data_ptr()
         arguments = handle.arguments[spec] | {
-            "q": widened(q, d_qk),
+            "q": pad_columns(q, d_qk),
             "k": keys.k,
             "v": keys.v,
             "LATENT": shared and d_v == handle.arguments[spec]["DA"],
@@ -163,7 +165,7 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
     return items.Rows(plan.q_indptr, lo, hi, plan.start if group.spec.causal else hi, entries)
 
 
-def rounded(one: Launch, rows: int) -> Launch:
+def round_launch(one: Launch, rows: int) -> Launch:
     """Rounds up a launch with at most `rows` rows per block, so that there are few sizes: rounds
     the items beyond one per block, and makes room for every item to be a part."""
     items = one.counters + room_for(one.items - one.counters)
@@ -172,7 +174,7 @@ def rounded(one: Launch, rows: int) -> Launch:
 
 def room_for(extra: int) -> int:
     """Returns the number of items beyond one per block, rounded up."""
-    return next((n for n in EXTRAS if n >= extra), power(extra))
+    return next((n for n in EXTRAS if n >= extra), next_power_of_2(extra))
 
 
 def few_rows(bucket: Bucket) -> bool:
@@ -206,7 +208,7 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
 
 
 @cache
-def scoring(attn: AttnSpec, heads: int, device: torch.device) -> Arguments:
+def score_arguments(attn: AttnSpec, heads: int, device: torch.device) -> Arguments:
     """Returns a layer's arguments of a launch; cached, as copying sinks to the device waits."""
     pre, c = base.score_constants(attn)
     return {

@@ -37,7 +37,7 @@ Measure = Callable[[int], float]  # of a seed that is never repeated; in the cas
 Answer = TypeVar("Answer")
 
 
-def watched(
+def measure_disturbance(
     measure: Callable[[], Answer], own: Callable[[], float] | None = None
 ) -> tuple[float, Answer]:
     """Returns the share of the machine that other processes used meanwhile, and the result of
@@ -86,10 +86,13 @@ def alternate(
                 again = f", disturbed, try {len(found) + 1}" if found else ""
                 note(f"{name}, run {run + 1} of {runs}{again}")
                 end = time.perf_counter() + (PATIENCE_S if found else 0.0)
-                while time.perf_counter() < end and watched(partial(time.sleep, 0.5))[0] > OTHERS:
+                while (
+                    time.perf_counter() < end
+                    and measure_disturbance(partial(time.sleep, 0.5))[0] > OTHERS
+                ):
                     pass
                 seed = 1 + run * (tries + 1) + len(found)
-                others, answer = watched(partial(contenders[name], seed), own)
+                others, answer = measure_disturbance(partial(contenders[name], seed), own)
                 found.append((others, len(found), answer))
             others, _, answer = min(found)
             timing.add(name, others, answer)

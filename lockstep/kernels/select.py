@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.ops import Ops, marked
+from lockstep.ops import Ops, mark_operations
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, RuleError
 
@@ -30,13 +30,15 @@ def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
         name, found = find()
         ops, choice = select(name, dtype)
         return ops, Choice(name, f"{found}, {choice.reason}")
-    ops = marked(DEVICES.make(name))
+    ops = mark_operations(DEVICES.make(name))
     if dtype == "auto":
         return ops, Choice(name, f"computes in its own {ops.dtypes[0]}")
     if dtype not in ops.dtypes:
         rule = f"dtype on {name} is one of {', '.join(ops.dtypes)}"
         raise RuleError(rule, repr(dtype), "Leave it out: stored weights are brought to it")
-    return marked(DEVICES.make(name, dtype)), Choice(name, f"computes in {dtype}, as asked")
+    return mark_operations(DEVICES.make(name, dtype)), Choice(
+        name, f"computes in {dtype}, as asked"
+    )
 
 
 def find() -> Choice:

@@ -203,7 +203,7 @@ class UncachedKv:
         return Keys(in_stored_memory(k), in_stored_memory(v))
 
 
-def widened(rows: Tensor, columns: int) -> Tensor:
+def pad_columns(rows: Tensor, columns: int) -> Tensor:
     """Returns [T, heads, columns]: rows [T, heads, d] padded with columns of zeros."""
     missing = columns - rows.shape[2]
     return F.pad(rows, (0, missing)) if missing else rows
@@ -212,7 +212,7 @@ def widened(rows: Tensor, columns: int) -> Tensor:
 def in_stored_memory(rows: Tensor) -> Tensor:
     """Returns the same rows, in memory with the zeros that a kernel may read past every head."""
     d = rows.shape[2]
-    return rows if stored_len(d) == d else widened(rows, stored_len(d))[..., :d]
+    return rows if stored_len(d) == d else pad_columns(rows, stored_len(d))[..., :d]
 
 
 def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | UncachedKv:

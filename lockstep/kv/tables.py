@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.plan import address, build
 from lockstep.plan.build import NO_MOVES, NO_PAGES, RequestPages
-from lockstep.plan.step import Ints, frozen, ints, joined
+from lockstep.plan.step import Ints, append, freeze, ints
 from lockstep.types import OUR_BUG, GroupSpec, Layout, OutOfPages, RuleError
 
 NULL_PAGE = 0
@@ -171,7 +171,7 @@ class PageTable:
             pool.give(duplicates)
             merged = page_ids.copy()
             merged[at + alone : until] = cached
-            self._set(g, self._own[g]._replace(page_ids=frozen(merged)))
+            self._set(g, self._own[g]._replace(page_ids=freeze(merged)))
         return own[:alone]
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
@@ -188,8 +188,8 @@ class PageTable:
             raise
         for g, _, pages, got in taken:
             own = self._own[g]
-            page_ids = joined(own.page_ids, got[:pages])
-            scratch_ids = joined(own.scratch, got[pages:])
+            page_ids = append(own.page_ids, got[:pages])
+            scratch_ids = append(own.scratch, got[pages:])
             self._set(g, RequestPages(page_ids, own.first_pos, scratch_ids, own.moves))
 
     def needs(self, kv_len: int, nodes: int = 0) -> list[int]:
@@ -253,7 +253,7 @@ class PageTable:
     def move(self, g: int, sources: Ints, positions: Ints) -> None:
         """Has the next step move the keys in slots `sources` to those of `positions`."""
         moves = np.stack((sources, self.slots(g, positions)), 1)
-        self._set(g, self._own[g]._replace(moves=joined(self._own[g].moves, moves)))
+        self._set(g, self._own[g]._replace(moves=append(self._own[g].moves, moves)))
         self.pending = self.pending or len(moves) > 0
 
     def _fork_len(self, g: int, committed_len: int) -> int:

@@ -40,7 +40,7 @@ from lockstep.types import Layout
 BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
-Given = list[list[Rows]]  # q, k, v by group and layer
+RowsByLayer = list[list[Rows]]  # q, k, v by group and layer
 Memory = dict[tuple[int, int, int], Tensor]  # storage bits, by (group, layer, 0 for K or 1 for V)
 
 
@@ -61,7 +61,12 @@ class AttentionHarness(Judgement):
     with them."""
 
     def __init__(
-        self, feature: Feature, script: Script, rows: Given, backend: Backend, setting: Setting
+        self,
+        feature: Feature,
+        script: Script,
+        rows: RowsByLayer,
+        backend: Backend,
+        setting: Setting,
     ) -> None:
         super().__init__()
         self.script, self.rows, self.backend, self.setting = script, rows, backend, setting
@@ -397,7 +402,7 @@ def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) 
 
 
 @lru_cache(maxsize=64)
-def material(recipe: Recipe, feature: Feature) -> tuple[Script, Given, list[list[Answer]]]:
+def cell_inputs(recipe: Recipe, feature: Feature) -> tuple[Script, RowsByLayer, list[list[Answer]]]:
     """Returns a cell's script, q/k/v and float64 answers, which all backends share."""
     script, device = recipes.write(recipe, feature), feature.device
     rows = oracle.values(feature.groups(16), len(script.parents), dtype=device.compute)
@@ -430,7 +435,7 @@ class AttentionCell(Judgement):
     ) -> None:
         super().__init__()
         self.feature, self.backend = feature.on(options.device), backend
-        self.script, self.rows, self.answers = material(recipe, self.feature)
+        self.script, self.rows, self.answers = cell_inputs(recipe, self.feature)
         self.setting = Setting(**vars(options))
 
     def run(self, story: Script, **setting: Any) -> AttentionHarness:
@@ -452,9 +457,9 @@ class AttentionCell(Judgement):
                     ("value", main.out[g][layer], answer.out, answer.out_tol[..., None]),
                     ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
                 ):
-                    distance = off(have[seen].double(), want[seen])
-                    shares = (distance / tol[seen]).nan_to_num(torch.inf, torch.inf)
-                    error, used = (float(t.max()) if t.numel() else 0.0 for t in (distance, shares))
+                    off = distance(have[seen].double(), want[seen])
+                    shares = (off / tol[seen]).nan_to_num(torch.inf, torch.inf)
+                    error, used = (float(t.max()) if t.numel() else 0.0 for t in (off, shares))
                     errors[name] = max(errors[name], error)
                     self.tolerance_used = max(self.tolerance_used, used)
                     fault = f"{where} off by {error:.3g}, {used:.3g} of the tolerance"
@@ -492,7 +497,7 @@ class AttentionCell(Judgement):
             compare("alone", f"{len(each)} requests by themselves", *each)
 
 
-def off(have: Tensor, want: Tensor) -> Tensor:
+def distance(have: Tensor, want: Tensor) -> Tensor:
     """Returns absolute distances, infinite where a value is NaN."""
     distance = torch.where(have == want, 0.0, (have - want).abs())
     return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -34,7 +34,7 @@ from lockstep.lab.options import Device
 from lockstep.lab.tiny import configs, shapes
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Parts, load
-from lockstep.models.loader import STATED, drawn
+from lockstep.models.loader import STATED, random_weights
 from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
@@ -139,11 +139,11 @@ def requests_of(sizes: Mapping[str, Any], vocab: int) -> Requests:
 
 def engine_of(parts: Parts, config: EngineConfig, overlap: bool | None) -> InstrumentedEngine:
     """Returns a fresh engine, after the one before has freed its memory."""
-    give_back()
+    free_memory()
     return InstrumentedEngine(config, parts, overlap)
 
 
-def give_back() -> None:
+def free_memory() -> None:
     """Frees memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
@@ -184,7 +184,7 @@ def measured(job: Job) -> Found:
         prompts = [[i % 7 + 2, *prompt * 9][:length] for i, (prompt, _) in judged]
         scores = prompt_scores(engine_of(parts, plain, False), prompts)
         del parts
-        give_back()
+        free_memory()
         far = distance(job, prompts, scores)
     seconds = round(time.perf_counter() - begin, 1)
     return {"name": job.name, "paths": paths, "distance": far, "seconds": seconds}
@@ -232,11 +232,11 @@ def distance(job: Job, prompts: Sequence[list[int]], ours: Scores) -> Found:
     float32 nothing is judged: transformers casts to it inside wider models."""
     device = job.device
     weights = {
-        name: drawn(device.place, name, shape).to(device.compute).cpu()
+        name: random_weights(device.place, name, shape).to(device.compute).cpu()
         for name, shape in shapes(job.config).items()
     }
     exact = transformers_scores(job, weights, WIDER[device.compute], prompts)
-    give_back()
+    free_memory()
     theirs = transformers_scores(job, weights, device.compute, prompts)
     judged, tokens = device.compute is not torch.float32, sum(map(len, ours))
     return {

@@ -24,7 +24,7 @@ import torch
 from lockstep.attention import select
 from lockstep.attention.base import Backend
 from lockstep.lab import attention_harness, engine_harness, isolate, reverts, table
-from lockstep.lab.engine_recipes import tell
+from lockstep.lab.engine_recipes import play_recipe
 from lockstep.lab.features import FEATURES, GPU_FEATURES
 from lockstep.lab.guard import Finding, Judgement
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
@@ -76,7 +76,7 @@ def engine_recipe(
     name: str, about: str, counters: list[str], of: str = "decoders", **told: Any
 ) -> Recipe:
     """Returns the recipe of an engine_recipes.toml entry."""
-    return Recipe(name, about, partial(tell, **told), tuple(counters), MODELS_OF[of])
+    return Recipe(name, about, partial(play_recipe, **told), tuple(counters), MODELS_OF[of])
 
 
 ATTENTION = MatrixTable(
@@ -205,7 +205,7 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
     )
 
 
-def settle(result: Result, quick: bool, known: Mapping[str, str] = KNOWN) -> Result:
+def apply_known_failures(result: Result, quick: bool, known: Mapping[str, str] = KNOWN) -> Result:
     """Applies the known failures to a verdict. A known failure does not fail the run; one that
     passes does, until it is removed from the list. A quick run checks fewer properties, so a pass
     there proves nothing."""
@@ -275,7 +275,7 @@ def case(revert: Revert) -> dict[str, Any]:
     return {key: value for key, value in vars(revert).items() if key != "make"}
 
 
-def put_back(
+def run_reverts(
     chosen: Sequence[Revert], backend: str, workers: int, device: Device = CPU
 ) -> dict[str, Any]:
     """Runs every revert in each of its cells. In the result, `red` lists cells that fail without a
@@ -321,7 +321,7 @@ def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str
     trials = []
     for checks, cell, result in found:
         broken = [f for f in result.findings if not f.held]
-        killed = any(counts(f, revert, checks) for f in broken)
+        killed = any(proves_kill(f, revert, checks) for f in broken)
         trial = {"cell": cell, "checks": checks, "killed": killed, "verdict": result.verdict}
         trials.append({**trial, "broken": list(map(asdict, broken))})
         for finding in broken:
@@ -343,7 +343,7 @@ def is_guard(finding: Finding) -> bool:
     return finding.name == "plan" and finding.detail.startswith("PlanError: ")
 
 
-def counts(finding: Finding, revert: Revert, checks: bool) -> bool:
+def proves_kill(finding: Finding, revert: Revert, checks: bool) -> bool:
     """Returns whether this finding proves that the lab noticed the bug."""
     if finding.name in ("raised", "crash"):
         return revert.crash

@@ -56,12 +56,12 @@ def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> doc
     results: dict[cells.Cell, cells.Result] = {}
     with Progress(len(todo), "lab run") as bar:
         for result in cells.run(todo, options, workers):
-            settled = cells.settle(result, options.quick)
+            settled = cells.apply_known_failures(result, options.quick)
             results[settled.cell] = settled
             bar.step(str(settled.cell), settled.verdict == "failed")
     kept = [results[cell].as_json() for cell in todo]
     seconds = time.perf_counter() - begin
-    return document.of_run(kept, options.quick, seconds, checks=options.checks)
+    return document.run_document(kept, options.quick, seconds, checks=options.checks)
 
 
 def kills(args: Namespace) -> int:
@@ -78,9 +78,9 @@ def kills(args: Namespace) -> int:
     picked_backends([args.backend])
     device = Device.of(args.device, args.dtype)
     earlier = _read(args.source) if args.source else None
-    found = cells.put_back(chosen, args.backend, args.workers, device)
+    found = cells.run_reverts(chosen, args.backend, args.workers, device)
     ran = earlier or {"cells": found["baseline"].values(), "quick": True}
-    doc = document.of_run(ran["cells"], ran["quick"], found["seconds"], kills=found)
+    doc = document.run_document(ran["cells"], ran["quick"], found["seconds"], kills=found)
     _publish(args, doc, document.text("reverts.txt", kills=found, backend=args.backend))
     ours = args.backend == BACKENDS[0]
     return int(bool(found["red"] or (ours and found["unproven"])))

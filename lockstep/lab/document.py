@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lockstep import __version__, outfile
-from lockstep.lab.reverts import VARIABLE
+from lockstep.lab.reverts import ENVIRONMENT_VARIABLE
 from lockstep.types import RuleError
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "transformers")
@@ -76,8 +76,8 @@ def commit() -> str:
 def command_line() -> str:
     """Returns the command as typed, without the program's folder."""
     words = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    revert = os.environ.get(VARIABLE)
-    return f"{VARIABLE}={revert} {words}" if revert else words
+    revert = os.environ.get(ENVIRONMENT_VARIABLE)
+    return f"{ENVIRONMENT_VARIABLE}={revert} {words}" if revert else words
 
 
 def publish(args: Namespace, doc: Any, lines: Iterable[str]) -> None:
@@ -120,13 +120,13 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def of_run(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) -> Document:
+def run_document(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) -> Document:
     """Returns the document of a run that judged `cells`, each as `Result.as_json` gives it."""
     kept = list(cells)
     return {
         **head(),
         "quick": quick,
-        "revert": os.environ.get(VARIABLE, ""),
+        "revert": os.environ.get(ENVIRONMENT_VARIABLE, ""),
         "summary": {"seconds": round(seconds, 2), **summary(kept)},
         "cells": clean(kept),
         **clean(more),
@@ -163,7 +163,7 @@ def render(name: str, filters: Filters = (), package: str = "lockstep.lab", **va
 
 def text(name: str, package: str = "lockstep.lab", **values: Any) -> list[str]:
     """Renders a template for a terminal and returns its lines."""
-    made = render(name, (aligned, number), package, variable=VARIABLE, **values)
+    made = render(name, (aligned, number), package, variable=ENVIRONMENT_VARIABLE, **values)
     return made.rstrip("\n").split("\n")
 
 

@@ -20,7 +20,7 @@ from lockstep.lab.guard import Judgement, poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import KINDS
 from lockstep.lab.recipes import Recipe
-from lockstep.lab.recompute import Order, Recompute
+from lockstep.lab.recompute import Recompute, StoryRequest
 from lockstep.lab.speculative import OPTIONS as DRAFTS
 from lockstep.lab.speculative import Recorder, drafts
 from lockstep.lab.tiny import CONTEXT, EOS, Letters, Tiny, checkpoint, parts
@@ -34,7 +34,7 @@ from lockstep.run.kind import GENERATE
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import PlanError, RuleError
 
-Orders = Sequence[Order]
+StoryRequests = Sequence[StoryRequest]
 Streams = dict[Generation, list[Chunk]]
 Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
@@ -156,7 +156,11 @@ class EngineHarness(Judgement):
         return made
 
     def play(
-        self, name: str, engine: InstrumentedEngine, orders: Orders, disturb: Disturb | None = None
+        self,
+        name: str,
+        engine: InstrumentedEngine,
+        orders: StoryRequests,
+        disturb: Disturb | None = None,
     ) -> list[Generation]:
         """Runs a story and compares every request with its recomputation, as property `name`."""
         before = engine.seen + engine.scheduler.counters
@@ -200,7 +204,11 @@ class EngineHarness(Judgement):
         return list(streams)
 
     def _run(
-        self, engine: InstrumentedEngine, orders: Orders, disturb: Disturb | None, streams: Streams
+        self,
+        engine: InstrumentedEngine,
+        orders: StoryRequests,
+        disturb: Disturb | None,
+        streams: Streams,
     ) -> None:
         for step in range(STEPS):
             if len(streams) == len(orders) and not engine.busy:
@@ -259,7 +267,9 @@ class EngineHarness(Judgement):
             self.check("account", said.startswith("every hold has a holder"), said)
             pool.give(lost)
 
-    def _differences(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
+    def _differences(
+        self, who: str, job: Generation, order: StoryRequest, oracle: Recompute
+    ) -> list[str]:
         out, found = job.output(""), list[str]()
         seeded = order if order.params.seed is not None else replace(order, params=job.params)
         want = oracle.completions(seeded, [c.token_ids for c in out.completions])
@@ -294,7 +304,7 @@ class EngineHarness(Judgement):
                 spaces_after_nothing=(EOS, SPACE) in pairwise(c.token_ids),
             )
 
-    def _compare_items(self, job: Generation, order: Order) -> None:
+    def _compare_items(self, job: Generation, order: StoryRequest) -> None:
         """Checks items' tokens and scores; the first item repeats an answer that was generated."""
         done = job.output("").completions
         ids = [c.token_ids for c in done]
@@ -318,7 +328,9 @@ class EngineHarness(Judgement):
         self.check("embedding", same, f"{who} is another one alone")
         self.counters["embedded"] += 1
 
-    def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
+    def _scores(
+        self, who: str, job: Generation, order: StoryRequest, oracle: Recompute
+    ) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs
         if out.prompt_logprobs is None or k is None:
             return []

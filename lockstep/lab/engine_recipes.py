@@ -1,6 +1,6 @@
 """The recipes of the engine's cells: what may happen to a request in a serving engine without
 changing a bit of its answer, and options that must take effect or be refused. They are entries of
-engine_recipes.toml, whose stories `tell` plays; what needs more than stories is a function here.
+engine_recipes.toml, whose stories `play_recipe` plays; what needs more than stories is a function here.
 
 The harness compares every request with its recomputation; a recipe checks what else must be true.
 Lengths are one below, at and above a page. An option that is dropped on the way changes no bit and
@@ -24,7 +24,7 @@ from lockstep.config import EngineConfig
 from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
 from lockstep.lab.guard import Guarded
-from lockstep.lab.recompute import Answer, Order
+from lockstep.lab.recompute import Answer, StoryRequest
 from lockstep.lab.tiny import LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.generation import Generation
@@ -37,8 +37,11 @@ from lockstep.sample.params import SamplingParams
 
 Options = dict[str, Any]  # engine options
 Entries = Sequence[Any]  # entries of engine_recipes.toml
-GIVEN = table("engine_params.toml")
-PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
+PARAM_ENTRIES = table("engine_params.toml")
+PARAMS = {
+    name: SamplingParams.from_dict({**PARAM_ENTRIES["plain"], **own})
+    for name, own in PARAM_ENTRIES.items()
+}
 PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16, torch's unstable sort happens to be stable
 
@@ -64,7 +67,7 @@ class Story:
     rule: str = ""  # the RuleError that the engine raises instead
     full: bool = False  # skipped in a quick run
 
-    def chosen(self, orders: Sequence[Order]) -> list[Order]:
+    def chosen(self, orders: Sequence[StoryRequest]) -> list[StoryRequest]:
         chosen = [orders[i] for i in self.orders or range(len(orders))]
         steps = self.at
         if isinstance(steps, int):
@@ -75,7 +78,7 @@ class Story:
             chosen[i] = replace(chosen[i], abort=step)
         return chosen
 
-    def play(self, rig: EngineHarness, orders: Sequence[Order], engine: Options) -> None:
+    def play(self, rig: EngineHarness, orders: Sequence[StoryRequest], engine: Options) -> None:
         chosen = self.chosen(orders)
         if rig.oracle.encoder is not None:  # a source is not scored, and is read whole
             chosen = [order for order in chosen if order.params.prompt_logprobs is None]
@@ -86,7 +89,9 @@ class Story:
         for options, group in product(self.engines, groups):
             self.judge(rig, group, rig.engine(**{**engine, **options}))
 
-    def judge(self, rig: EngineHarness, orders: list[Order], engine: InstrumentedEngine) -> None:
+    def judge(
+        self, rig: EngineHarness, orders: list[StoryRequest], engine: InstrumentedEngine
+    ) -> None:
         """Plays the story on one engine and checks what else it states."""
         if self.rule:
             self._refused(rig, orders[0], engine)
@@ -94,7 +99,9 @@ class Story:
         before = Counter(rig.counters)
         if self.raises:
             engine.runner.backend = failing(engine.runner.backend, self.raises)
-        jobs = rig.play(self.name, engine, orders, every_second if self.preempt else None)
+        jobs = rig.play(
+            self.name, engine, orders, preempt_every_second_step if self.preempt else None
+        )
         for name, other in self.counted.items():
             rig.counters[other] += rig.counters[name] - before[name]
         if self.complete:
@@ -114,7 +121,7 @@ class Story:
         if self.replays:
             self._replayed(rig, engine)
 
-    def _refused(self, rig: EngineHarness, order: Order, engine: InstrumentedEngine) -> None:
+    def _refused(self, rig: EngineHarness, order: StoryRequest, engine: InstrumentedEngine) -> None:
         """Checks that the engine refuses an order that is too large, by its rule."""
         try:
             order.given_to(engine)
@@ -144,7 +151,7 @@ class Story:
         rig.check(self.name, enough, f"{replays} replays")
 
 
-def tell(
+def play_recipe(
     rig: EngineHarness,
     quick: bool,
     orders: Entries = (),
@@ -153,13 +160,13 @@ def tell(
     play: str = "",
 ) -> None:
     """Plays a recipe: its stories, on engines with the options `engine`, then function `play`."""
-    made: list[Order] = []
+    made: list[StoryRequest] = []
     for entry in orders:
         given = {"tokens": entry[0], "params": entry[1]} if isinstance(entry, list) else {**entry}
         first = given.pop("after", None)
         made.append(order(**given))
         if first is not None:
-            made[-1] = behind(made[first], rig.oracle.completions(made[first])[0], made[-1])
+            made[-1] = continuing(made[first], rig.oracle.completions(made[first])[0], made[-1])
     for story in (Story(**each) for each in stories):
         if not (quick and story.full):
             story.play(rig, made, engine or {})
@@ -174,16 +181,16 @@ def order(
     then: Sequence[int] = (),
     but: Options | None = None,
     **rest: Any,
-) -> Order:
+) -> StoryRequest:
     """Returns the Order of an entry of `orders`. One that is `open` ends with the context."""
     wish = replace(PARAMS[params], **(but or {}))
     if rest.pop("open", False):
         wish = replace(wish, max_tokens=None)
     rest["items"] = tuple(words(*item) for item in rest.get("items", ()))
-    return Order((*words(tokens, seed or tokens), *then), wish, **rest)
+    return StoryRequest((*words(tokens, seed or tokens), *then), wish, **rest)
 
 
-def behind(first: Order, answer: Answer, order: Order) -> Order:
+def continuing(first: StoryRequest, answer: Answer, order: StoryRequest) -> StoryRequest:
     """Returns `order` after another's prompt and answer, or with the answer among its items."""
     said = tuple(answer.token_ids)
     if order.items:
@@ -194,7 +201,9 @@ def behind(first: Order, answer: Answer, order: Order) -> Order:
     return replace(order, prompt=prompt, generated=generated)
 
 
-def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
+def preempt_every_second_step(
+    engine: InstrumentedEngine, jobs: list[Generation], step: int
+) -> None:
     """Preempts every running request, or one, alternating."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     many = {0: len(running), 2: 1}.get(step % 4, 0)
@@ -204,7 +213,7 @@ def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) 
 
 def stream(rig: EngineHarness, quick: bool) -> None:
     for n in (6,) if quick else (6, 9, 12):
-        order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
+        order = StoryRequest(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
         (job,) = rig.play("stream", rig.engine(), [order])
         ids = job.output("").token_ids
         text = rig.oracle.text(order.prompt, ids, order.params)[0]
@@ -235,7 +244,7 @@ def ends(rig: EngineHarness, quick: bool) -> None:
     """Checks ends at the first stop string from min_tokens on, and at stop tokens."""
     stories = []
     for seed in (62, 64):
-        order = Order(words(11, seed), replace(PLAIN, max_tokens=16))
+        order = StoryRequest(words(11, seed), replace(PLAIN, max_tokens=16))
         (plain,) = rig.play("end", rig.engine(), [order])
         ids = plain.output("").token_ids
         kinds = []
@@ -271,7 +280,7 @@ def texts(rig: EngineHarness, quick: bool) -> None:
 
 def folder(rig: EngineHarness, quick: bool) -> None:
     """Checks a model from a folder: its bits, and end tokens by generation_config.json first."""
-    order = Order(words(13, 80), replace(PLAIN, max_tokens=24))
+    order = StoryRequest(words(13, 80), replace(PLAIN, max_tokens=24))
     (free,) = rig.oracle.completions(order)
     end = free.token_ids[7]
     with TemporaryDirectory() as place:
@@ -295,7 +304,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
 
 def capacity(rig: EngineHarness, quick: bool) -> None:
     """Checks that arenas and buckets of exactly the needed size work, and smaller ones do not."""
-    order = Order(words(21), replace(GREEDY, max_tokens=4))
+    order = StoryRequest(words(21), replace(GREEDY, max_tokens=4))
     # a graph keeps the arena that it was captured with
     roomy, *engines = (rig.engine(graphs=False) for _ in range(5))
     roomy.runner.arena = guarded = Guarded(rig.device)  # type: ignore[assignment]

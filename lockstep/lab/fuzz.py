@@ -22,7 +22,7 @@ from lockstep.config import EngineConfig
 from lockstep.lab import document, isolate, table
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.options import CPU, Device, RunOptions
-from lockstep.lab.recompute import Order
+from lockstep.lab.recompute import StoryRequest
 from lockstep.lab.speculative import CHAIN, EAGLE, EAGLE3, EAGLE3_TREE, NGRAM, TREE
 from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB
 from lockstep.progress import Progress
@@ -47,7 +47,7 @@ class Trace:
     """The engine's configuration, and which requests arrive and abort when."""
 
     config: EngineConfig
-    orders: tuple[Order, ...]  # by step; an order's seed is its number on the menu
+    orders: tuple[StoryRequest, ...]  # by step; an order's seed is its number on the menu
     switches: tuple[str, ...]
     adaptive: bool  # draft depth adapts, by a clock that is drawn
 
@@ -63,16 +63,16 @@ def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1)
-def menu() -> tuple[Order, ...]:
+def menu() -> tuple[StoryRequest, ...]:
     """Returns requests that share prefixes of every length, with all kinds of parameters."""
     rng = random.Random(11)
-    stems, orders = [drawn(rng, n) for n in (70, 40, 33, 16)], list[Order]()
+    stems, orders = [drawn(rng, n) for n in (70, 40, 33, 16)], list[StoryRequest]()
     for i in range(MENU):
         stem = rng.choice(stems)
         prompt = stem[: rng.randint(1, len(stem))] + drawn(rng, rng.choice((0, 1, 3, 9)))
         given = {name: rng.choice(choices) for name, choices in PARAMS.items()}
         params = SamplingParams.from_dict({**given, "seed": i, "logprobs": 2})
-        orders.append(Order(prompt, params))
+        orders.append(StoryRequest(prompt, params))
     return tuple(orders)
 
 

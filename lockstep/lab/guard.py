@@ -19,7 +19,7 @@ from lockstep.plan.step import Ints
 
 BAND = 64  # elements on either side of a buffer
 CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # read as floats NaN, read as indices far out of range
-HELD = table("properties.toml")
+PROPERTY_TEXTS = table("properties.toml")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Judgement:
     def note(self, name: str, faults: Iterable[str], held: str = "") -> None:
         """Records a check: `faults` violate the property, `held` is shown if there are none."""
         self.faults.setdefault(name, []).extend(faults)
-        self.held[name] = held or self.held.get(name) or HELD.get(name, "")
+        self.held[name] = held or self.held.get(name) or PROPERTY_TEXTS.get(name, "")
 
     def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
         """Records one check of a property: `fault` says what is wrong if `holds` is false."""

@@ -48,7 +48,7 @@ BYSTANDER = (  # its stream was started before the interrupt
 )
 
 Answer = tuple[Any, ...]
-Wish = Callable[[LLM], Answer]  # a call of the public surface
+PublicCall = Callable[[LLM], Answer]  # a call of the public surface
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
 Strike = Callable[[Iterator[Any]], "Strikes"]  # gets the bystander's stream, to read or not
 
@@ -82,9 +82,9 @@ def engine(tiny: Tiny, **options: Any) -> Engine:
     return Engine(EngineConfig.from_names(given), parts(tiny, select.load("cpu")))
 
 
-def wishes(tiny: Tiny) -> list[Wish]:
+def wishes(tiny: Tiny) -> list[PublicCall]:
     """Returns the calls of the table. For an encoder-decoder, sources are short and not scored."""
-    stem, out = words(30, 5), list[Wish]()
+    stem, out = words(30, 5), list[PublicCall]()
     for call in table("interrupt_calls.toml")["calls"]:
         prompts = [[*stem[:count], last] for count, last in call["prompts"]]
         kind, params = call["kind"], {"logprobs": 2, **call["params"]}
@@ -130,7 +130,7 @@ class Strikes:
         self.where: list[str] = []
         self.returned: list[Answer] = []
 
-    def call(self, wish: Wish, llm: LLM, trace: "Aim | None" = None) -> bool:
+    def call(self, wish: PublicCall, llm: LLM, trace: "Aim | None" = None) -> bool:
         """Makes the call; returns whether it was struck."""
         before = sys.gettrace()
         sys.settrace(trace or before)
@@ -261,13 +261,13 @@ def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.
         check(bits(job.output("")) == subject.bystander, "the bystander differs")
         texts = [c.text for c in job.output("").completions]
         check(texts_of(list(streamed), params.n) == texts, "the bystander's stream differs")
-        faults += books(llm.engine)
+        faults += check_idle(llm.engine)
     except Exception as error:  # whatever a broken engine raises
         faults.append(f"{type(error).__name__}: {error}")
     return Trial(subject.tiny.name, way, tuple(strikes.where), tuple(faults))
 
 
-def books(engine: Engine) -> list[str]:
+def check_idle(engine: Engine) -> list[str]:
     """Checks that an idle engine's pages are free or cached, and that no request is left."""
     engine.check()
     scheduler = engine.scheduler

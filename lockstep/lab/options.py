@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.kernels.select import select
-from lockstep.ops import Ops, marked
+from lockstep.ops import Ops, mark_operations
 from lockstep.types import GroupSpec, Layout
 
 
@@ -28,7 +28,7 @@ class Device:
     @property
     def ops(self) -> Ops:
         """A new table of operations, with whatever a test or a revert has put into its class."""
-        return marked(_table(self.name, self.dtype)(self.dtype))
+        return mark_operations(_table(self.name, self.dtype)(self.dtype))
 
     @property
     def place(self) -> torch.device:

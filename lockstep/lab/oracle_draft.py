@@ -20,7 +20,7 @@ import torch
 
 from lockstep.llm.engine import Engine
 from lockstep.models.loader import Loaded
-from lockstep.ops import sent
+from lockstep.ops import to_device
 from lockstep.plan.bucket import Buckets
 from lockstep.run.kind import DRAFTS, VERIFY
 from lockstep.run.runner import GUESSES
@@ -64,7 +64,7 @@ class Oracle:
         room = np.zeros(rows.max() + 1, np.int64)
         room[rows] = [*chain.from_iterable(told)]
         runner = self.draft.runner
-        runner.keep(sent(torch.from_numpy(room), runner.ops.device), GUESSES)
+        runner.keep(to_device(torch.from_numpy(room), runner.ops.device), GUESSES)
         return trees
 
     def _told(self, ask: DraftRequest, tree: DraftTree) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from lockstep.attention import select
 from lockstep.lab.cells import KNOWN, TABLES, Cell, MatrixTable, cells, refusal
 from lockstep.lab.document import Document, number, render
-from lockstep.lab.reverts import SECTIONS, VARIABLE
+from lockstep.lab.reverts import ENVIRONMENT_VARIABLE, SECTIONS
 from lockstep.types import RuleError
 
 SYMBOLS = {"passed": "✓", "refused": "–", "known": "!", "failed": "✗"}
@@ -122,7 +122,7 @@ def html(doc: Document) -> str:
         symbols=SYMBOLS,
         sections=SECTIONS,
         tables=TABLES,
-        variable=VARIABLE,
+        variable=ENVIRONMENT_VARIABLE,
         style=Markup((files("lockstep.lab") / "report.css").read_text(encoding="utf-8")),
     )
 

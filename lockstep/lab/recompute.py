@@ -30,7 +30,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Order:
+class StoryRequest:
     prompt: Ids
     params: SamplingParams
     at: int = 0  # the step at which it arrives
@@ -118,7 +118,7 @@ class Recompute:
             return spec
         return replace(spec, layout=Layout.FRESH, kv_dtype="float32")  # nothing is stored
 
-    def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
+    def completions(self, order: StoryRequest, said: Sequence[Ids] = ()) -> list[Answer]:
         """Returns the answers; one forward suffices where an engine's tokens, `said`, are right."""
         if order.score or order.embed or order.items:
             return []

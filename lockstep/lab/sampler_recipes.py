@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import choice, table
 from lockstep.lab.engine_harness import EngineHarness, same_bits
-from lockstep.lab.recompute import Order
+from lockstep.lab.recompute import StoryRequest
 from lockstep.lab.tiny import EOS
 from lockstep.sample import sampler
 from lockstep.sample.formulas import counter, gumbel
@@ -189,12 +189,12 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
             rig.check("batch", same, fault, "rows in company = alone")
     some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
     kinds = (some, some, replace(some, n=2), replace(some, seed=7))
-    jobs = rig.play("seed", rig.engine(), [Order((1, 2, 3), params) for params in kinds])
+    jobs = rig.play("seed", rig.engine(), [StoryRequest((1, 2, 3), params) for params in kinds])
     drawn = [job.output("").seed for job in jobs]
     rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
     rig.check("seed", len(set(drawn)) == 4, f"seeds {drawn}")
     orders = [
-        Order((1, 2, 3), replace(params, seed=seed))
+        StoryRequest((1, 2, 3), replace(params, seed=seed))
         for params, seed in zip(kinds, drawn, strict=True)
     ]
     for i, job in enumerate(rig.play("seed", rig.engine(), orders)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention import select
-from lockstep.lab.attention_harness import AttentionHarness, Setting, material, off
+from lockstep.lab.attention_harness import AttentionHarness, Setting, cell_inputs, distance
 from lockstep.lab.cells import ENGINE, Cell, refusal
 from lockstep.lab.document import render
 from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
@@ -68,8 +68,8 @@ class Watched(AttentionHarness):
         """Compares a token's row in one layer of a group, at its worst heads."""
         answer = self.answers[g][layer]
         have, have_lse = (t[g][layer][uid].double() for t in (self.out, self.lse))
-        out = worst_head(off(have, answer.out[uid]).amax(1), answer.out_tol[uid])
-        lse = worst_head(off(have_lse, answer.lse[uid]), answer.lse_tol[uid])
+        out = worst_head(distance(have, answer.out[uid]).amax(1), answer.out_tol[uid])
+        lse = worst_head(distance(have_lse, answer.lse[uid]), answer.lse_tol[uid])
         return {
             **{"group": g, "layer": layer, "out": out, "lse": lse},
             "used": max(out["used"], lse["used"]),
@@ -98,7 +98,7 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
     if cell.table is ENGINE:
         return engine_story(cell, options)
     here = feature.on(options.device)
-    script, rows, answers = material(recipe, here)
+    script, rows, answers = cell_inputs(recipe, here)
     setting = Setting(**vars(options), inspect=True)
     return Watched(here, script, rows, backend, setting).watch(answers)
 

@@ -81,7 +81,7 @@ def drafts(tiny: Tiny, device: Device = CPU) -> Callable[[DraftSetup], DraftMode
     return load
 
 
-class Heard:
+class RecordingModel:
     """A draft model whose logits are also appended to `said`."""
 
     def __init__(self, model: DraftModel, said: list[Tensor]) -> None:
@@ -105,7 +105,7 @@ class Recorder:
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):
-            heard: Any = Heard(draft.model, self.said)
+            heard: Any = RecordingModel(draft.model, self.said)
             draft.model = heard
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

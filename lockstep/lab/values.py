@@ -27,10 +27,10 @@ EXACT = {
 }
 
 Ids = tuple[int, ...]
-Told = set[tuple[int, int, float]]  # row, column (a token), number (its log-probability)
+ClaimedNumbers = set[tuple[int, int, float]]  # row, column (a token), number (its log-probability)
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     ids: Ids
     source: Ids = ()  # what the encoder read
     cache_dtype: str = ""
@@ -114,8 +114,8 @@ class Values:
 
     def __init__(self, checkpoint: plain.Checkpoint, device: Device = CPU) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self.claims: dict[Asked, Told] = {}
-        self.judged: dict[Asked, Told] = {}  # claims of earlier verdicts
+        self.claims: dict[Query, ClaimedNumbers] = {}
+        self.judged: dict[Query, ClaimedNumbers] = {}  # claims of earlier verdicts
 
     def claim(
         self,
@@ -127,7 +127,7 @@ class Values:
         cache_dtype: str = "",
     ) -> None:
         """Claims log-probabilities for ids[begin:], and those in `best` for other tokens there."""
-        asked = Asked(tuple(ids), tuple(source), cache_dtype)
+        asked = Query(tuple(ids), tuple(source), cache_dtype)
         told = self.claims.setdefault(asked, set())
         scored = zip(ids[begin:], logprobs, strict=True)
         for row, (token, value) in enumerate(scored, start=begin - 1):
@@ -137,7 +137,7 @@ class Values:
 
     def claim_embedding(self, ids: Sequence[int], pooling: str, vector: Iterable[float]) -> None:
         """Claims the embedding of `ids`, of length 1, as numbers of the last row."""
-        told = self.claims.setdefault(Asked(tuple(ids), pooling=pooling), set())
+        told = self.claims.setdefault(Query(tuple(ids), pooling=pooling), set())
         told.update((len(ids) - 1, column, float(x)) for column, x in enumerate(vector))
 
     def verdict(self) -> Verdict:
@@ -150,8 +150,8 @@ class Values:
             verdict.faults.append(f"the model asked for no {missing}, which its config describes")
         return verdict
 
-    def _merged(self) -> dict[Asked, Told]:
-        merged: dict[Asked, Told] = {}
+    def _merged(self) -> dict[Query, ClaimedNumbers]:
+        merged: dict[Query, ClaimedNumbers] = {}
         for asked, told in sorted(self.claims.items(), key=lambda item: -len(item[0].ids)):
             seen = self.judged.setdefault(asked, set())
             if told - seen:
@@ -162,7 +162,7 @@ class Values:
         self.claims.clear()
         return merged
 
-    def _judge(self, verdict: Verdict, asked: Asked, told: Told) -> None:
+    def _judge(self, verdict: Verdict, asked: Query, told: ClaimedNumbers) -> None:
         def compute() -> Tensor:
             if asked.pooling:
                 pooled = plain.embedding(self.checkpoint, asked.ids, asked.pooling)

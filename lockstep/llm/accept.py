@@ -31,7 +31,7 @@ def accept(
     logprobs, begins = chosen.logprobs, {row: i for i, row in enumerate(chosen.logprob_rows)}
     if rows.drafts:
         verified = verify(rows.firsts, drafts_of(launched), ids.tolist(), verified.errors)
-        logprobs, begins = gathered(launched, chosen, verified)
+        logprobs, begins = gather_logprobs(launched, chosen, verified)
         ids = ids[list(rows.firsts)]
     nodes, token_ids, errors = verified
     kept, accepted, endings = dict[int, tuple[int, ...]](), dict[int, Accepted](), list[Ending]()
@@ -84,7 +84,7 @@ def drafts_of(launched: Launched) -> dict[int, NodeRows]:
     return drafts
 
 
-def gathered(
+def gather_logprobs(
     launched: Launched, chosen: Sampled, verified: Verified
 ) -> tuple[Logprobs | None, dict[int, int]]:
     """Returns the accepted tokens' log-probabilities and each completion's first row in them."""

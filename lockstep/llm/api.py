@@ -20,7 +20,7 @@ from lockstep.llm.generation import Generation
 from lockstep.llm.output import Chunk, Output
 from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams
-from lockstep.types import RuleError, shown
+from lockstep.types import RuleError, format_value
 
 Adds = Sequence[Callable[..., Generation]]  # each is called with `caller`
 
@@ -60,7 +60,7 @@ class LLM:
         levels = prompt_forms.priorities_for(priority, len(many))
         if on_done is not None and not callable(on_done):
             rule = "on_done is called without arguments"
-            raise RuleError(rule, shown(on_done), "Pass a function, or leave it out")
+            raise RuleError(rule, format_value(on_done), "Pass a function, or leave it out")
         add, each = self.engine.add, zip(many, asked, levels, strict=True)
         adds = [partial(add, self._ids(p), wish, priority=level) for p, wish, level in each]
         return self._outputs(adds, on_done)

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.types import RuleError
 
 PATIENCE_S = 0.01  # between two checks that the head of the queue still exists
-WAITS = list[bool]()  # an entry while we keep the garbage collector off
+GC_PAUSES = list[bool]()  # an entry while we keep the garbage collector off
 
 
 def executing() -> set[FrameType]:
@@ -31,24 +31,24 @@ def executing() -> set[FrameType]:
 
 
 @contextmanager
-def garbage_waits() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Keeps Python's garbage collector off in the block: it may take longer than a step."""
     enabled = gc.isenabled()  # False if another thread turned it off; that one turns it on
     try:
         if enabled:
-            WAITS.append(True)
+            GC_PAUSES.append(True)
             gc.disable()
         yield
     finally:
-        look_again(enabled)
+        resume_gc(enabled)
 
 
-def look_again(disabled: bool = False) -> None:
-    """Turns the collector on again if `garbage_waits` turned it off. If an interrupt or a fork kept
+def resume_gc(disabled: bool = False) -> None:
+    """Turns the collector on again if `pause_gc` turned it off. If an interrupt or a fork kept
     that call from doing so, the next call does."""
-    if disabled or WAITS:
+    if disabled or GC_PAUSES:
         gc.enable()
-        WAITS.clear()
+        GC_PAUSES.clear()
 
 
 class Turn:
@@ -122,4 +122,4 @@ class Caller:
 
 
 GONE = Caller()  # the caller of aborted requests
-os.register_at_fork(after_in_child=look_again)
+os.register_at_fork(after_in_child=resume_gc)

@@ -26,16 +26,16 @@ from lockstep.attention.base import Backend
 from lockstep.attention.select import BACKENDS, select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
-from lockstep.kernels.cpu.threads import floor
+from lockstep.kernels.cpu.threads import engine_turn
 from lockstep.kernels.select import DEVICES
 from lockstep.kv.pool import cache_size
 from lockstep.kv.tables import PagePool
 from lockstep.llm import prompts
 from lockstep.llm.accept import accept
-from lockstep.llm.calls import GONE, Caller, Turn, executing, garbage_waits
+from lockstep.llm.calls import GONE, Caller, Turn, executing, pause_gc
 from lockstep.llm.generation import Ending, Generation, StepResult
 from lockstep.llm.output import Chunk
-from lockstep.llm.rows import Launched, SampledRows, scored
+from lockstep.llm.rows import Launched, SampledRows, compute_scores
 from lockstep.models import loader
 from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Model
@@ -53,7 +53,7 @@ from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.text import Tokenizer
-from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
+from lockstep.types import INT32_MAX, Choice, RuleError, checked_int, format_value
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 Known = tuple[tuple[int, ...], ...]  # tokens that every completion already has; () if none has
@@ -218,7 +218,7 @@ class Engine:
         for what, name in (("a tenant", tenant), ("a request", request_id)):
             if not isinstance(name, str):
                 rule = f"{what} is named by a string"
-                raise RuleError(rule, shown(name), "Leave it out where there is one")
+                raise RuleError(rule, format_value(name), "Leave it out where there is one")
         room = self.context_length - len(ids)
         new = 0 if embed or scores_only else params.new_len(room)
         if new > room:
@@ -232,7 +232,7 @@ class Engine:
             prompt=ids,
             max_new_tokens=new,
             n=params.n,
-            priority=whole("priority", priority, -INT32_MAX, INT32_MAX, first),
+            priority=checked_int("priority", priority, -INT32_MAX, INT32_MAX, first),
             wants_prompt_logprobs=scored,
             encoder_ids=source,
             tenant=tenant,
@@ -320,10 +320,10 @@ class Engine:
 
     def step(self) -> list[Generation]:
         """Runs one step. Returns the generations that it touched; finished ones have left."""
-        with Turn(self._turns), nullcontext() if self.on_gpu else floor():
+        with Turn(self._turns), nullcontext() if self.on_gpu else engine_turn():
             self._tidy()
             self._changing = True
-            with garbage_waits():  # the device is idle until the next launch
+            with pause_gc():  # the device is idle until the next launch
                 touched = self._settle(0) if self._held else []
                 step = self._schedule()
                 if step is not None:
@@ -364,7 +364,7 @@ class Engine:
             rows = self._rows[step.batch] = SampledRows.of(step.batch, self._generation)
         batch = self._row_batch(step, rows)
         fused = step.kind.name == GENERATE and bool(rows.completions)
-        fused = fused and not rows.scored and not sampler.changes(batch)
+        fused = fused and not rows.scored and not sampler.edited_rows(batch)
         settings = sampler.settings(batch, self.info.vocab_size) if fused else None
         out = self.runner.run(self._plan(step), step.ids, step.kind, settings)
         launched = self._sample(step, rows, batch, out)
@@ -398,7 +398,9 @@ class Engine:
         if hidden is not None:  # a replay overwrites this memory
             hidden = hidden[: len(step.ids)]
             hidden = hidden.copy() if isinstance(hidden, np.ndarray) else hidden.clone()
-        launched = Launched(step, rows, scored=scored(ops, step, rows, logits), hidden=hidden)
+        launched = Launched(
+            step, rows, scored=compute_scores(ops, step, rows, logits), hidden=hidden
+        )
         if not rows.completions:
             return launched
         if out.sampled is None:
@@ -411,7 +413,7 @@ class Engine:
                 tokens, states = tokens[:count], states[:count]
             if self.overlap and not self.on_gpu:  # the next launch precedes settling
                 tokens, states = tokens.clone(), states.clone()
-            chosen = sampler.described(ops, logits, rows.draws.how, tokens, states)
+            chosen = sampler.with_logprobs(ops, logits, rows.draws.how, tokens, states)
         begins = batch.positions - batch.how.prompt_lens
         if rows.drafts:
             begins = begins[list(rows.firsts)]

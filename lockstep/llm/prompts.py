@@ -8,7 +8,7 @@ from operator import length_hint
 from typing import Any, SupportsIndex
 
 from lockstep.sample.params import SamplingParams
-from lockstep.types import RuleError, shown, whole
+from lockstep.types import RuleError, checked_int, format_value
 
 Prompt = str | Sequence[int]
 PROMPT_RULE = "a prompt is a string or a list of token ids"
@@ -45,7 +45,7 @@ def items(given: Any) -> list[Prompt]:
     found = elements(given, rule, "Pass [item] for one")
     wrong = [item for item in found if not isinstance(item, Iterable)]
     if wrong:
-        raise RuleError(rule, f"{shown(wrong[0])} among them", "Pass [item] for one")
+        raise RuleError(rule, f"{format_value(wrong[0])} among them", "Pass [item] for one")
     return [one(item) for item in found]
 
 
@@ -57,7 +57,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     given = _one_each(params, count, "SamplingParams", rule, remedy)
     wrong = [each for each in given if not isinstance(each, SamplingParams)]
     if wrong:
-        raise RuleError(rule, f"{shown(wrong[0])} among them", remedy)
+        raise RuleError(rule, f"{format_value(wrong[0])} among them", remedy)
     return given
 
 
@@ -83,7 +83,7 @@ def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
     if all(type(i) is int and 0 <= i < vocab_size for i in given):
         return given
     remedy = "Use this model's tokenizer"
-    return tuple(whole("a token id", i, 0, vocab_size - 1, remedy) for i in given)
+    return tuple(checked_int("a token id", i, 0, vocab_size - 1, remedy) for i in given)
 
 
 def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> list[Any]:
@@ -93,12 +93,12 @@ def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> li
     except OverflowError:  # a range too long for Python to count
         count = MOST + 1
     if count > MOST:
-        got = f"{shown(value)} ({count:,})"
+        got = f"{format_value(value)} ({count:,})"
         raise RuleError(f"there are at most {MOST:,} of them", got, "Pass fewer")
     if not isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
         with suppress(TypeError):  # not iterable, or an array without dimensions
             return list(value)
-    raise RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
+    raise RuleError(rule, f"{format_value(value)} ({type(value).__name__})", remedy)
 
 
 def _is_number(value: Any) -> bool:

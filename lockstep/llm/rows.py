@@ -1,5 +1,5 @@
 """The samples of a step and their owners (`SampledRows`, of its batch), the log-probabilities of
-given tokens (`scored`), and a step's results until it is settled (`Launched`).
+given tokens (`compute_scores`), and a step's results until it is settled (`Launched`).
 
 The owners of rows follow from the batch, so they are made once and serve every step in which the
 same requests decode: a step adds positions. The engine makes and settles these.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.llm.generation import CompletionState, Generation, ScoreUpdate
-from lockstep.ops import Ops, sent
+from lockstep.ops import Ops, to_device
 from lockstep.plan.build import paths
 from lockstep.run.runner import GUESSES
 from lockstep.sample.sampler import Logprobs, RowParams, Sampled, log_probs
@@ -137,7 +137,7 @@ class Launched:
         have drafts, returns every row's: the next rows are the draft's."""
         if len(self.rows.drafts) in (0, len(self.rows.firsts)):
             return chosen.token_ids
-        return chosen.token_ids[sent(torch.tensor(self.rows.firsts), chosen.token_ids.device)]
+        return chosen.token_ids[to_device(torch.tensor(self.rows.firsts), chosen.token_ids.device)]
 
     def fetched(self) -> Launched:
         """Starts the copies of its results to the host, and waits for none of them."""
@@ -161,7 +161,7 @@ def on_host(tensor: Tensor) -> Tensor:
     return there.copy_(tensor, non_blocking=True)
 
 
-def scored(
+def compute_scores(
     ops: Ops, step: ScheduledStep, rows: SampledRows, logits: Tensor
 ) -> tuple[ScoreUpdate, ...]:
     """Returns log-probabilities of given tokens: a row's logits are those of the next token."""

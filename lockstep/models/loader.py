@@ -29,7 +29,7 @@ from lockstep.nn import rope
 from lockstep.nn.decoder import Model
 from lockstep.nn.layers import WeightSource
 from lockstep.ops import Ops
-from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
+from lockstep.types import INT32_MAX, Choice, RuleError, checked_int, format_value
 
 T = TypeVar("T")
 ON_CPU = EngineConfig(device="cpu")
@@ -135,11 +135,11 @@ def built(
         judge(entries, asked, unused)
     check_room(ops, sum(map(math.prod, asked.values())))
     with ExitStack() as stack, torch.no_grad():
-        take, digests = partial(drawn, ops.device), dict[str, bytes]()
+        take, digests = partial(random_weights, ops.device), dict[str, bytes]()
         if entries is not None:
             take = reader(entries, stack, ops.device, digests)
         made = build(WeightSource(take, lambda pattern: None, known, ops))
-    return made, f"dummy-{SEED}" if entries is None else together(entries, digests)
+    return made, f"dummy-{SEED}" if entries is None else combined_digest(entries, digests)
 
 
 def judge(entries: Entries, asked: Mapping[str, tuple[int, ...]], unused: Sequence[str]) -> None:
@@ -171,7 +171,7 @@ def check_room(ops: Ops, elements: int) -> None:
         raise RuleError(rule, got, "Use a smaller model, or device cpu")
 
 
-def drawn(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
+def random_weights(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
     """Returns random weights, a function of the name; those of norms are around 1."""
     generator = torch.Generator(device).manual_seed(SEED + zlib.crc32(name.encode()))
     weights = torch.randn(shape, generator=generator, device=device) * SPREAD
@@ -187,7 +187,7 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
     name, known = raw.get("model_type"), model_types()
     if not isinstance(name, str) or name not in known:
         rule = f"model_type is one of {', '.join(known)}"
-        raise RuleError(rule, shown(name), "Use a checkpoint of one of these")
+        raise RuleError(rule, format_value(name), "Use a checkpoint of one of these")
     quantised = raw.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else "unknown"
@@ -203,7 +203,7 @@ def local_folder(path_or_id: str | Path) -> Path:
         return folder
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(path_or_id)) or os.path.exists(folder):
         rule = "a model is a folder or a hub id of the form owner/name"
-        raise RuleError(rule, shown(str(path_or_id)), CHECK_PATH)
+        raise RuleError(rule, format_value(str(path_or_id)), CHECK_PATH)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -307,7 +307,7 @@ def reader(
     return take
 
 
-def together(entries: Entries, digests: Mapping[str, bytes]) -> str:
+def combined_digest(entries: Entries, digests: Mapping[str, bytes]) -> str:
     """Returns a digest of all tensors (names, dtypes, shapes, bytes), however files split them."""
     whole = hashlib.blake2b(digest_size=8)
     for name, each in sorted(digests.items()):
@@ -324,7 +324,7 @@ def check_sizes(raw: Mapping[str, Any], entries: Entries) -> None:
         if value is not None and (type(value) is not int or not least <= value <= limit):
             what = f"{len(entries)} tensors, the largest dimension is {largest}"
             rule = f"{key} in config.json, from {least} on, fits the files: {what}"
-            raise RuleError(rule, shown(value), TOGETHER)
+            raise RuleError(rule, format_value(value), TOGETHER)
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
@@ -332,9 +332,11 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
     for key in EPSILONS:
         value = raw.get(key, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise RuleError(f"{key} in config.json is a number from 0 on", shown(value), CHECK_FILE)
+            raise RuleError(
+                f"{key} in config.json is a number from 0 on", format_value(value), CHECK_FILE
+            )
     longest = "max_position_embeddings"
-    whole(f"{longest} in config.json", raw.get(longest, 1), 1, INT32_MAX, CHECK_FILE)
+    checked_int(f"{longest} in config.json", raw.get(longest, 1), 1, INT32_MAX, CHECK_FILE)
 
 
 def describe(folder: Path, config: Any, model: Model, device: Choice, weights: str) -> Info:
@@ -367,7 +369,7 @@ def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, 
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]
     if wrong:
         rule = f"{name} in {file} names tokens from 0 to {config.vocab_size - 1}"
-        raise RuleError(rule, shown(wrong[0]), "Mend the file")
+        raise RuleError(rule, format_value(wrong[0]), "Mend the file")
     return tuple(ids)
 
 

@@ -83,7 +83,7 @@ def longest(params: Params, max_position: int) -> int:
     return max([int(params.get(CONTEXT, max_position)), *nested])
 
 
-def power(base: float, exponent: float) -> float:
+def decimal_pow(base: float, exponent: float) -> float:
     """Returns base ** exponent for a positive base, rounded once."""
     return float(EXACT.power(decimal.Decimal(base + 0.0), decimal.Decimal(exponent)))
 
@@ -99,7 +99,7 @@ def _scaled(kind: str, params: Params, dim: int, max_position: int) -> tuple[lis
     if kind == "dynamic":
         factor, stretch = params["factor"], longest(params, max_position) / max_position
         if stretch > 1:
-            theta *= power(factor * stretch - (factor - 1), dim / (dim - 2))
+            theta *= decimal_pow(factor * stretch - (factor - 1), dim / (dim - 2))
     inv_freq = _frequencies(theta, dim)
     if kind == "linear":
         inv_freq = [f / params["factor"] for f in inv_freq]
@@ -109,7 +109,7 @@ def _scaled(kind: str, params: Params, dim: int, max_position: int) -> tuple[lis
 
 
 def _frequencies(theta: float, dim: int) -> list[float]:
-    return [1 / power(theta, i / dim) for i in range(0, dim, 2)]
+    return [1 / decimal_pow(theta, i / dim) for i in range(0, dim, 2)]
 
 
 def _llama3(freq: float, params: Params) -> float:

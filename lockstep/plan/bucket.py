@@ -10,8 +10,8 @@ from typing import Self
 
 import numpy as np
 
-from lockstep.plan.build import NO_PAGES, indptr, power
-from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints, joined
+from lockstep.plan.build import NO_PAGES, indptr, next_power_of_2
+from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, append, ints
 from lockstep.types import RuleError
 
 DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a recorded step
@@ -58,16 +58,16 @@ class Buckets:
             if isinstance(group, PagedGroup):
                 held = int(group.page_indptr[-1] + np.sum(-(-pads // group.spec.page_size)))
                 room = min(requests * self.request_pages, self.most_pages)
-                pages[g] = power(max(held, room, len(group.page_ids)))
+                pages[g] = next_power_of_2(max(held, room, len(group.page_ids)))
         return Bucket(
             requests=requests,
             tokens=tokens,
             width=width,
             emits=tokens if every else self._round(real.emits, "emits"),
-            tail=power(exact.tail),
+            tail=next_power_of_2(exact.tail),
             pages=tuple(pages),
             writes=tuple(tokens if n else 0 for n in exact.writes),
-            moves=tuple(map(power, exact.moves)),
+            moves=tuple(map(next_power_of_2, exact.moves)),
         )
 
     def grid(self, what: str) -> tuple[int, ...]:
@@ -106,10 +106,10 @@ def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
     ]
     return replace(
         plan,
-        q_indptr=joined(plan.q_indptr, plan.q_indptr[-1] + indptr(pads)[1:]),
-        positions=joined(plan.positions, positions),
-        start=joined(plan.start, positions + 1),
-        tail_indptr=joined(plan.tail_indptr, np.full(len(positions), plan.tail_indptr[-1])),
+        q_indptr=append(plan.q_indptr, plan.q_indptr[-1] + indptr(pads)[1:]),
+        positions=append(plan.positions, positions),
+        start=append(plan.start, positions + 1),
+        tail_indptr=append(plan.tail_indptr, np.full(len(positions), plan.tail_indptr[-1])),
         emit=_fill(plan.emit, bucket.emits),
         groups=tuple(groups),
         bucket=bucket,
@@ -122,15 +122,15 @@ def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: 
     counts = -(-pads // size)
     return replace(
         group,
-        kv_lens=joined(group.kv_lens, pads if group.spec.causal else np.minimum(pads, 1)),
-        page_indptr=joined(group.page_indptr, group.page_indptr[-1] + indptr(counts)[1:]),
+        kv_lens=append(group.kv_lens, pads if group.spec.causal else np.minimum(pads, 1)),
+        page_indptr=append(group.page_indptr, group.page_indptr[-1] + indptr(counts)[1:]),
         page_ids=_fill(group.page_ids, bucket.pages[g]),
         first_pos=_fill(group.first_pos, bucket.requests),
         tail_slots=_fill(group.tail_slots, bucket.tokens * bucket.tail),
-        write_slots=joined(group.write_slots, positions % size if bucket.writes[g] else []),
+        write_slots=append(group.write_slots, positions % size if bucket.writes[g] else []),
         moves=_fill(group.moves, bucket.moves[g]),
     )
 
 
 def _fill(array: Ints, size: int) -> Ints:
-    return joined(array, np.zeros((size - len(array), *array.shape[1:]), np.int32))
+    return append(array, np.zeros((size - len(array), *array.shape[1:]), np.int32))

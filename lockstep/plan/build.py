@@ -14,13 +14,13 @@ from numba import types
 from numpy.typing import NDArray
 
 from lockstep.plan import address
-from lockstep.plan.check import loop
-from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, Real, StepPlan, frozen, ints
+from lockstep.plan.check import compile_loop
+from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, Real, StepPlan, freeze, ints
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 NO_PAGES: Ints = ints([])
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
-LEAST_TABLE = 16  # entries of a page table that is not empty, at least
+MIN_TABLE_LEN = 16  # entries of a page table that is not empty, at least
 SOME_ROW = "a request computes at least one row after its cached keys"
 IN_INT32 = f"lengths fit in int32, at most {INT32_MAX}"
 
@@ -84,7 +84,7 @@ class GroupTables:
         page_indptr = indptr(counts)
         page_ids = np.zeros(table_len(int(page_indptr[-1])), np.int32)
         compiled()(ids, page_indptr, page_ids)
-        return frozen(page_ids), frozen(page_indptr)
+        return freeze(page_ids), freeze(page_indptr)
 
 
 class PageTables:
@@ -157,11 +157,11 @@ class BatchShape:
             emit += [begin + row for row in ((n - 1,) if own is None else own)]
         return cls(
             new_lens=ints(new_lens),
-            q_indptr=frozen(q_indptr),
-            request=frozen(request),
-            offsets=frozen(offsets),
-            list_lens=frozen(list_lens),
-            tail_indptr=frozen(indptr(list_lens)),
+            q_indptr=freeze(q_indptr),
+            request=freeze(request),
+            offsets=freeze(offsets),
+            list_lens=freeze(list_lens),
+            tail_indptr=freeze(indptr(list_lens)),
             nodes=ints(nodes),
             emit=ints(emit),
             cross_lens=ints(cross_lens),
@@ -222,7 +222,7 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     _check_lens(shape, cached_lens)
     tables.update(work.pages)
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
-    rows = Rows(frozen(positions), frozen(positions + 1 - shape.list_lens))
+    rows = Rows(freeze(positions), freeze(positions + 1 - shape.list_lens))
     groups = [_group(g, tables, work, rows) for g in range(len(specs))]
     paged = [group if isinstance(group, PagedGroup) else None for group in groups]
     bucket = Bucket(
@@ -254,18 +254,18 @@ def _plan(
     )
 
 
-def cut(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
+def slice_plan(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> StepPlan:
     """Returns the plan of part of a step: per request, the rows of `shape` after `skipped` ones."""
     b, begins = plan.bucket, plan.q_indptr[:-1] + skipped
     if b.tail or any(b.moves) or b.requests != len(shape.new_lens):
         rule = "a part of a step has plain rows of every request"
         raise RuleError(rule, str(b), "Run the plan as it is")
     these = begins[shape.request] + shape.offsets
-    positions = frozen(plan.positions[these])
-    starts, tokens = frozen(positions + np.int32(1)), len(these)
-    lens = frozen(starts[shape.q_indptr[1:] - 1])
+    positions = freeze(plan.positions[these])
+    starts, tokens = freeze(positions + np.int32(1)), len(these)
+    lens = freeze(starts[shape.q_indptr[1:] - 1])
     groups = [
-        replace(group, kv_lens=lens, write_slots=frozen(group.write_slots[these]))
+        replace(group, kv_lens=lens, write_slots=freeze(group.write_slots[these]))
         for group in plan.groups
         if isinstance(group, PagedGroup)
     ]
@@ -285,15 +285,15 @@ def join(ids: Any, ends: Any, out: Any) -> None:
 def compiled() -> Any:
     """Returns `join` compiled, from Numba's cache or now: numpy takes ten times as long."""
     table, column = [types.Array(types.int32, dims, "C") for dims in (2, 1)]
-    return loop(types.void(table, column, column), join)
+    return compile_loop(types.void(table, column, column), join)
 
 
 def table_len(pages: int) -> int:
     """Returns the padded length of a table of `pages`: few sizes, so steps keep their shape."""
-    return power(max(pages, LEAST_TABLE)) if pages else 0
+    return next_power_of_2(max(pages, MIN_TABLE_LEN)) if pages else 0
 
 
-def power(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """Returns the smallest power of two >= n; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
@@ -310,7 +310,7 @@ def kv_lens(spec: GroupSpec, work: BatchWork, rows: Rows) -> Ints:
     shape = work.shape
     if spec.layout is Layout.CROSS or not work:
         return shape.cross_lens
-    return frozen(np.maximum.reduceat(rows.positions, shape.q_indptr[:-1]) + np.int32(1))
+    return freeze(np.maximum.reduceat(rows.positions, shape.q_indptr[:-1]) + np.int32(1))
 
 
 def node_slots(spec: GroupSpec, pages: RequestPages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -365,10 +365,10 @@ def _group(g: int, all_tables: PageTables, work: BatchWork, rows: Rows) -> Paged
         kv_lens=lens,
         page_indptr=page_indptr,
         page_ids=page_ids,
-        first_pos=frozen(first_pos),
-        tail_slots=frozen(tails),
-        write_slots=frozen(writes),
-        moves=frozen(np.concatenate([NO_MOVES, *moves])),
+        first_pos=freeze(first_pos),
+        tail_slots=freeze(tails),
+        write_slots=freeze(writes),
+        moves=freeze(np.concatenate([NO_MOVES, *moves])),
     )
 
 

@@ -120,10 +120,10 @@ def compiled() -> tuple[Any, Any]:
     ints, pairs = [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
     found, rows, lists = many(n, 4), many(ints, 4), many(ints, 6)  # type: ignore[no-untyped-call]
     group = found(rows, lists, pairs, n, n, types.boolean, n)
-    return loop(found(rows, ints, n, n, n), judge_rows), loop(group, judge_group)
+    return compile_loop(found(rows, ints, n, n, n), judge_rows), compile_loop(group, judge_group)
 
 
-def loop(signature: Any, text: Callable[..., Any]) -> Any:
+def compile_loop(signature: Any, text: Callable[..., Any]) -> Any:
     """Compiles `text`, a loop over a plan's entries, and caches it on disk where possible."""
     try:
         return njit(signature, cache=True)(text)
@@ -135,10 +135,10 @@ def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail:
     """Checks what all groups share. The arrays' lengths must agree, and real_requests < len(q)."""
     q, positions, start, tails = rows
     count = len(positions)
-    bad = falls(q)
+    bad = first_fall(q)
     if bad >= 0 or q[-1] != count:
         return Q_RISES, q[bad], count, bad
-    bad = falls(tails)
+    bad = first_fall(tails)
     if bad >= 0:
         return TAILS_RISE, tails[bad], 0, bad
     if q[real_requests] != real_tokens:
@@ -152,7 +152,7 @@ def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail:
         if listed > tail:
             return SHORT_LISTS, listed, tail, t
     for i in range(len(q) - 1):
-        last = reach(rows, i)[1]
+        last = position_range(rows, i)[1]
         for t in range(q[i], q[i + 1]):
             if start[t] > positions[t] and positions[t] != last + 1 - q[i + 1] + t:
                 return PLAIN_ROWS, positions[t], last + 1 - q[i + 1] + t, t
@@ -167,13 +167,13 @@ def judge_group(
 ) -> Any:
     """Checks one group, after `judge_rows` has passed. `window` is 0 if there is none."""
     kv_lens, indptr, pages, first_pos, _, slots = arrays
-    bad = falls(indptr)
+    bad = first_fall(indptr)
     if bad >= 0:
         return PAGES_RISE, indptr[bad], 0, bad
     if indptr[-1] > len(pages):
         return PAGES_FIT, indptr[-1], len(pages), len(indptr) - 1
     for i in range(len(rows[0]) - 1):
-        first, last = reach(rows, i)
+        first, last = position_range(rows, i)
         room = first_pos[i] + (indptr[i + 1] - indptr[i]) * size
         if first_pos[i] < 0 or first_pos[i] % size:
             return ALIGNED, first_pos[i], size, i
@@ -190,7 +190,7 @@ def judge_group(
             return PAGE_IDS, pages[k], pool_pages, k
     owner = np.full(pool_pages, -1, np.int32)  # the request that may write a page
     if len(slots):
-        k = claim(rows, arrays, size, owner)
+        k = assign_owners(rows, arrays, size, owner)
         if k >= 0:
             return ALONE, pages[k], 0, k
     return judge_writes(rows, arrays, moves, size, cross, owner)
@@ -232,7 +232,7 @@ def judge_writes(rows: Any, arrays: Any, moves: Any, size: int, cross: bool, own
 
 
 @njit
-def falls(indptr: Any) -> int:
+def first_fall(indptr: Any) -> int:
     """Returns the first index at which `indptr` falls, 0 if it does not begin with 0, else -1."""
     if indptr[0] != 0:
         return 0
@@ -243,7 +243,7 @@ def falls(indptr: Any) -> int:
 
 
 @njit
-def reach(rows: Any, i: int) -> tuple[int, int]:
+def position_range(rows: Any, i: int) -> tuple[int, int]:
     """Returns the least and the largest position of request i's rows; (0, -1) if it has none."""
     q, positions, first, last = rows[0], rows[1], 0, -1
     for t in range(q[i], q[i + 1]):
@@ -253,7 +253,7 @@ def reach(rows: Any, i: int) -> tuple[int, int]:
 
 
 @njit
-def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
+def assign_owners(rows: Any, arrays: Any, size: int, owner: Any) -> int:
     """Sets the `owner` of pages a request may write; returns the index of a shared one, or -1."""
     (q, positions, start, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
     first = np.empty(len(q) - 1, np.int64)

@@ -74,18 +74,18 @@ class ImageLayout:
         for spec, places in zip(self.specs, self._places[1:], strict=True):
             start, *cache = (image[begin:end] for begin, end in places)
             cache[6] = cache[6].reshape(-1, 2)
-            own = [*rows[:3], rows[3] if lists(spec) else start, *rows[4:], *cache]
+            own = [*rows[:3], rows[3] if has_slot_lists(spec) else start, *rows[4:], *cache]
             out.append(PlanArrays(*own))
         return tuple(out)
 
     def rows(self, image: Any) -> list[Any]:
-        """Returns ids, q_indptr, positions, start (of groups with `lists`), tail_indptr, emit."""
+        """Returns ids, q_indptr, positions, start (of groups with `has_slot_lists`), tail_indptr, emit."""
         return [image[begin:end] for begin, end in self._places[0]]
 
     def _group_sizes(self, g: int) -> tuple[int, ...]:
         """Returns the lengths of `start`, then of the fields of `PlanArrays` from `kv_lens` on."""
         bucket, b, t = self.bucket, self.bucket.requests, self.bucket.tokens
-        start = 0 if lists(self.specs[g]) else t
+        start = 0 if has_slot_lists(self.specs[g]) else t
         pages = t if self.specs[g].layout is Layout.FRESH else bucket.pages[g]
         behind = (t * bucket.tail, bucket.writes[g], 2 * bucket.moves[g], self.derived[g])
         return (start, b, b + 1, pages, b, *behind)
@@ -96,7 +96,7 @@ def aligned(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
 
 
-def lists(spec: GroupSpec) -> bool:
+def has_slot_lists(spec: GroupSpec) -> bool:
     """Whether rows of the group may have slot lists: only a causal cache has draft trees."""
     return spec.layout is not Layout.FRESH and spec.causal
 
@@ -113,7 +113,7 @@ def write(
     for place, values in zip(rows, given, strict=True):
         place[:] = values
     for group, own in zip(plan.groups, views, strict=True):
-        if not lists(group.spec):
+        if not has_slot_lists(group.spec):
             own.start[:] = INT32_MAX
         if isinstance(group, FreshGroup):
             own.kv_lens[:] = plan.new_lens

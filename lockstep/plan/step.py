@@ -19,20 +19,20 @@ Ints = NDArray[np.int32]
 
 
 def ints(values: Sequence[int] | NDArray[np.integer]) -> Ints:
-    return frozen(np.array(values, dtype=np.int32))
+    return freeze(np.array(values, dtype=np.int32))
 
 
-def frozen(array: NDArray[np.int32]) -> Ints:
+def freeze(array: NDArray[np.int32]) -> Ints:
     """Makes `array` read-only and returns it."""
     array.setflags(write=False)
     return array
 
 
-def joined(array: Ints, more: Sequence[int] | NDArray[np.integer]) -> Ints:
+def append(array: Ints, more: Sequence[int] | NDArray[np.integer]) -> Ints:
     """Returns `array` followed by `more`, read-only; `array` itself if `more` is empty."""
     if not len(more):
         return array
-    return frozen(np.concatenate((array, np.asarray(more, np.int32))))
+    return freeze(np.concatenate((array, np.asarray(more, np.int32))))
 
 
 @dataclass(frozen=True)

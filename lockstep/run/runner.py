@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kernels.cpu.threads import Room, setting, where
+from lockstep.kernels.cpu.threads import TapeMemory, address_of, setting
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
-from lockstep.ops import Ops, by_numpy, joined, sent, unmarked
+from lockstep.ops import Ops, concat, copies_with_numpy, to_device, unmarked_operations
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build, paths
 from lockstep.plan.check import check
@@ -150,7 +150,7 @@ class Runner:
             rule = "launches are recorded with a backend that states `graphs`"
             got = f"{type(backend).__module__}, which does not"
             raise RuleError(rule, got, "Leave `graphs` out, or use another backend")
-        if graphs and (missed := unmarked(ops)):
+        if graphs and (missed := unmarked_operations(ops)):
             rule = "every operation of a recorded launch is marked"
             raise RuleError(rule, f"{', '.join(missed)} are not", "Take it from kernels.select")
         self.specs, self.backend, self.buckets = tuple(specs), backend, buckets
@@ -164,7 +164,7 @@ class Runner:
         # for a chain's launch: rows from the planned emitted row to the actual one
         self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
-        self.every, self._room = every and self.studio is None, Room()
+        self.every, self._room = every and self.studio is None, TapeMemory()
         self.warmth = PLAIN  # of the last launch: PLAIN, COLD or REPLAYED
         self._seen = Counter[Signature]()  # occurrences of launches that a CPU has not recorded
         self.replays = Counter[str]()  # replayed launches, by `Signature.called`
@@ -212,7 +212,7 @@ class Runner:
             buckets=tuple([part.layout.bucket for part in parts]),
             kind=kind,
             variants=tuple([part.variants for part in parts]),
-            addresses=(where(image), *sum(buffers, ())),
+            addresses=(address_of(image), *sum(buffers, ())),
             threads=() if self.studio else (*setting(), torch.is_inference_mode_enabled()),
             cuts=how.cuts if how else None,
             chain=chain and chain._replace(plan=None),
@@ -250,7 +250,7 @@ class Runner:
         step.relocate()
         ids, positions = inputs(views[0])
         if len(self.sampled):
-            ids = resolved(ids, self.sampled)
+            ids = resolve_ids(ids, self.sampled)
         how = None if part.cuts is None else read_settings(own[layout.length :], part.cuts)
         return BoundRows(
             kind=part.kind, ids=ids, positions=positions, arrays=views[0], step=step, how=how
@@ -268,12 +268,12 @@ class Runner:
         wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
         out = kind.forward(rows.ids, rows.positions, rows.step, *wanted)
         hidden, *layers = out if wanted else (out,)
-        output = StepOutput(hidden, emitted(self.ops, hidden, rows.arrays))
+        output = StepOutput(hidden, take_emitted(self.ops, hidden, rows.arrays))
         if layers and kind.name in DRAFTS:
-            output = output._replace(behind=emitted(self.ops, layers[0], rows.arrays))
+            output = output._replace(behind=take_emitted(self.ops, layers[0], rows.arrays))
         elif layers:
-            states = joined(layers, -1)
-            output = output._replace(states=states.numpy() if by_numpy(states) else states)
+            states = concat(layers, -1)
+            output = output._replace(states=states.numpy() if copies_with_numpy(states) else states)
         if rows.how is None:
             return output
         logits = kind.model.logits(output.emitted)
@@ -431,7 +431,7 @@ def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.de
     groups = []
     for group, pool in zip(plan.groups, pools, strict=True):
         if isinstance(group, PagedGroup) and pool is not None and len(group.moves):
-            pool.move(sent(torch.from_numpy(group.moves.copy()), device))
+            pool.move(to_device(torch.from_numpy(group.moves.copy()), device))
             group = replace(group, moves=NO_MOVES)
         groups.append(group)
     bucket = replace(plan.bucket, moves=(0,) * len(groups))
@@ -448,12 +448,12 @@ def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
     return rows.ids, rows.positions
 
 
-def emitted(ops: Ops, hidden: Tensor, rows: PlanArrays) -> Tensor:
+def take_emitted(ops: Ops, hidden: Tensor, rows: PlanArrays) -> Tensor:
     """Returns the rows that the plan emits, including the pads' rows."""
     return ops.take_rows(hidden, rows.emit)
 
 
-def resolved(ids: Tensor, sampled: Tensor) -> Tensor:
+def resolve_ids(ids: Tensor, sampled: Tensor) -> Tensor:
     """Returns the ids with those below 0 replaced by samples of the step before."""
     return torch.where(ids < 0, sampled[(~ids).clamp_(min=0)], ids)
 

@@ -46,9 +46,9 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
     """`record` a launch once, `replay` it afterwards. `output` is what the launch returned. Its
     kernels work in a `room`, which tapes may share."""
 
-    def __init__(self, room: threads.Room | None = None) -> None:
+    def __init__(self, room: threads.TapeMemory | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.room = room or threads.Room()
+        self.room = room or threads.TapeMemory()
         self.output: Any = None
         self.refusal: RuleError | None = None
         self.replays = 0

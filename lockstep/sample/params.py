@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lockstep.sample.formulas import MAX_VOCAB, ln
-from lockstep.types import RuleError, shown, whole, with_fields
+from lockstep.types import RuleError, checked_int, format_value, with_fields
 
 MAX_TOKENS, MAX_COMPLETIONS, MAX_LOGPROBS = 2**24, 128, 20
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 1024
@@ -83,13 +83,13 @@ class SamplingParams:
         for name, (low, high, remedy) in WHOLES.items():
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:
-                checked[name] = whole(name, value, low, high, remedy)
+                checked[name] = checked_int(name, value, low, high, remedy)
         for name, (least, most, remedy) in NUMBERS.items():
             value, above = getattr(self, name), name == "top_p"
             checked[name] = number(name, value, least, most, remedy, above=above)
         if 0 < checked["temperature"] < MIN_TEMPERATURE:
             rule = f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
-            raise RuleError(rule, shown(self.temperature), "Use 0 for the best token")
+            raise RuleError(rule, format_value(self.temperature), "Use 0 for the best token")
         for name in ("ignore_eos", "speculative"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -188,7 +188,7 @@ def number(
         result = float("nan")
     if not low <= result <= high or (above and result == low):  # NaN is not in any range
         limits = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-        raise RuleError(f"{name} is a number {limits}", shown(value), remedy)
+        raise RuleError(f"{name} is a number {limits}", format_value(value), remedy)
     return result
 
 
@@ -201,7 +201,7 @@ def _top(value: int | bool | None) -> int | None:
 def _logprobs(name: str, value: Any) -> int | bool | None:
     if value is None or isinstance(value, bool):
         return value
-    return whole(name, value, 0, MAX_LOGPROBS, "Use True for the chosen token alone")
+    return checked_int(name, value, 0, MAX_LOGPROBS, "Use True for the chosen token alone")
 
 
 def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
@@ -209,7 +209,7 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
     if value is None:
         return []
     rule = f"{name} is a list of at most {most} {what}"
-    error = RuleError(rule, shown(value), "Pass a list")
+    error = RuleError(rule, format_value(value), "Pass a list")
     if isinstance(value, str | bytes | Mapping):
         raise error
     try:
@@ -227,11 +227,11 @@ def _stop(value: Any) -> tuple[str, ...]:
     items = _listed("stop", value, "strings", MAX_STOPS)
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
-            got = f"one of {len(item)} characters" if isinstance(item, str) else shown(item)
+            got = f"one of {len(item)} characters" if isinstance(item, str) else format_value(item)
             rule = f"a stop is a string of 1 to {MAX_STOP_CHARS} characters"
             raise RuleError(rule, got, "Leave it out, or use stop_token_ids")
         if any("\ud800" <= character <= "\udfff" for character in item):
-            got = f"{shown(item)}, with a lone surrogate"
+            got = f"{format_value(item)}, with a lone surrogate"
             raise RuleError("a stop is made of characters", got, "No text holds it: leave it out")
     return tuple(dict.fromkeys(items))
 
@@ -248,7 +248,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     listed = isinstance(pairs, list | tuple)
     bad = not listed or len(pairs) > MAX_BIASES
     if bad or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
-        got = f"{len(pairs)} entries" if listed else shown(value)
+        got = f"{len(pairs)} entries" if listed else format_value(value)
         raise RuleError(rule, got, "Pass a mapping {token id: bias}")
     found: dict[int, float] = {}
     for key, bias in pairs:
@@ -262,4 +262,4 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _id(name: str, value: Any) -> int:
-    return whole(name, value, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")
+    return checked_int(name, value, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")

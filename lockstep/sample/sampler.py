@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.ops import Ops, sent
+from lockstep.ops import Ops, to_device
 from lockstep.sample import formulas as f
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
@@ -133,19 +133,19 @@ def sample(ops: Ops, logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...] =
     raw = _checked(logits, len(batch.positions))
     scores = apply_penalties(raw, batch, eos_ids)
     floats, ints, cuts = settings(batch, raw.shape[1])
-    numbers = (sent(floats, raw.device), sent(ints, raw.device))
+    numbers = (to_device(floats, raw.device), to_device(ints, raw.device))
     tokens, states = ops.sample_tokens(scores, *numbers, cuts)
-    return described(ops, raw, batch.how, tokens, states)
+    return with_logprobs(ops, raw, batch.how, tokens, states)
 
 
-def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Tensor) -> Sampled:
+def with_logprobs(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Tensor) -> Sampled:
     """Returns the rows' `tokens` and `states` with the log-probabilities that they ask for."""
     wanted, k = how.logprob_rows, how.top
     if not wanted:
         return Sampled(tokens, states, None, ())
     if len(wanted) == len(tokens):
         return Sampled(tokens, states, log_probs(ops, raw, tokens, k), wanted)
-    some = sent(torch.tensor(wanted), raw.device)
+    some = to_device(torch.tensor(wanted), raw.device)
     return Sampled(tokens, states, log_probs(ops, raw[some], tokens[some], k), wanted)
 
 
@@ -156,7 +156,7 @@ def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logpro
     return Logprobs(*ops.compute_logprobs(raw, token_ids.to(raw.device), k))
 
 
-def changes(batch: RowBatch) -> list[int]:
+def edited_rows(batch: RowBatch) -> list[int]:
     """Returns the rows whose logits are changed before a token is chosen."""
     how = batch.how
     if how.plain:
@@ -168,7 +168,7 @@ def changes(batch: RowBatch) -> list[int]:
 
 def apply_penalties(logits: Tensor, batch: RowBatch, eos_ids: tuple[int, ...]) -> Tensor:
     """Applies bias, penalties and min_tokens to a copy; `logits` themselves if no row needs it."""
-    edited = {r: batch.row(r) for r in changes(batch)}
+    edited = {r: batch.row(r) for r in edited_rows(batch)}
     if not edited:
         return logits
     out, device = logits.clone(), logits.device

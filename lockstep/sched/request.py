@@ -21,7 +21,13 @@ from lockstep.types import RuleError
 GroupPages = tuple[RequestPages | None, ...]  # one request's, per group of a kind of step
 Column = NDArray[np.int64]
 HEAD_START = 64  # earlier arrivals that one level of priority lets a request overtake
-MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")  # in the columns
+COLUMN_FIELDS = (
+    "tokens",
+    "cached_len",
+    "settled_len",
+    "launched_in",
+    "held_until",
+)  # in the columns
 # The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are in the columns.
 # Below UNTIL_LEN nothing but decoding happens; it is 0 for a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
@@ -148,7 +154,7 @@ class Request:
 
         def __getattr__(self, name: str) -> Any:
             """Takes the request out of the columns, which have its MOVING attributes till then."""
-            if name not in MOVING or self.members is None:
+            if name not in COLUMN_FIELDS or self.members is None:
                 raise AttributeError(name)
             self.members.leave(self)
             return object.__getattribute__(self, name)
@@ -291,7 +297,7 @@ class Batch:
         return tuple(self.shape.q_indptr.tolist())
 
 
-def waits(held_until: Any, settled: int) -> Any:
+def is_held(held_until: Any, settled: int) -> Any:
     """Whether step `held_until` is not settled yet, if `settled` is the last. Int or array."""
     return held_until > settled
 
@@ -350,7 +356,7 @@ class Decoding:
         """Returns members to handle singly: outside, at their length, or held until a settling."""
         columns = self._columns
         due = columns[CACHED_LEN] >= columns[UNTIL_LEN]
-        due |= waits(columns[HELD_UNTIL], settled)
+        due |= is_held(columns[HELD_UNTIL], settled)
         return [self.requests[i] for i in due.nonzero()[0].tolist()]
 
     def look(self, request: Request, pages: GroupPages, until_len: int) -> None:

@@ -28,7 +28,7 @@ from lockstep.sched.request import (
     ScheduledRows,
     ScheduledStep,
     StepBuilder,
-    waits,
+    is_held,
 )
 from lockstep.types import Layout, OutOfPages, RuleError
 
@@ -236,7 +236,9 @@ class Scheduler:
         builder = StepBuilder(self.kinds[GENERATE], self.config.chunked_prefill_size)
         held_up = not self._place_members(builder)
         running = self.running if len(self.running) > len(self._members) else []
-        ready = [r for r in running if r.members is None and not waits(r.held_until, self.settled)]
+        ready = [
+            r for r in running if r.members is None and not is_held(r.held_until, self.settled)
+        ]
         for request in sorted(ready, key=lambda each: each.missing_len > 1):  # prompts last
             if request.table is not None and not self._place(request, builder):
                 held_up = True
@@ -257,7 +259,7 @@ class Scheduler:
                 continue  # preempted for an earlier member
             if request.number - begin >= room:
                 break
-            held = waits(request.held_until, self.settled)
+            held = is_held(request.held_until, self.settled)
             if not held and request.draft is None and self._secure(request, 1, ()):
                 self._store(request)  # blocks settled while it was inside
                 members.look(request, request.table.views(self._groups), self._until_len(request))

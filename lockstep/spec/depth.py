@@ -203,7 +203,7 @@ class Costs:
         return [each.worth > 1.0 for each in acceptances]
 
 
-def rounded(count: int) -> int:
+def round_down(count: int) -> int:
     """Rounds down to four bits: steps with about this many requests share their costs."""
     shift = max(0, count.bit_length() - 4)
     return count >> shift << shift

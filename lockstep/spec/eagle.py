@@ -22,10 +22,10 @@ from lockstep.nn.attention import Attention, AttentionContext, Dense
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.nn.layers import Embedding, Linear, RMSNorm, RMSSpec, WeightSource
 from lockstep.nn.mlp import Mlp
-from lockstep.ops import joined
+from lockstep.ops import concat
 from lockstep.run.kind import DRAFT, EXTEND
 from lockstep.spec.draft import DraftModel, DraftSetup
-from lockstep.types import RuleError, shown
+from lockstep.types import RuleError, format_value
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 MAPS = ("d2t", "t2d")  # tensors of a head that are not weights
@@ -166,7 +166,7 @@ class Eagle(Head):
         return self.target.norm(states)
 
     def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        both = self.fc(joined((self.embedding(ids), hidden), -1))
+        both = self.fc(concat((self.embedding(ids), hidden), -1))
         return both, both
 
     def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> N
     """Raises unless this is the config of such a head, for this target."""
     if (named := raw.get("architectures")) != [architecture]:
         rule = f"the config.json of this head names the architecture {architecture}"
-        raise RuleError(rule, shown(named), "Use such a head, or another algorithm")
+        raise RuleError(rule, format_value(named), "Use such a head, or another algorithm")
     info, hidden = target.info, raw.get("hidden_size")
     sizes = {
         "hidden_size": (hidden, info.hidden_size),
@@ -221,11 +221,11 @@ def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> N
     for name, (size, wanted) in sizes.items():
         if size != wanted:
             rule = f"{name} of a head is that of the model that it drafts for, {wanted}"
-            raise RuleError(rule, shown(size), "Use the head that was made for this model")
+            raise RuleError(rule, format_value(size), "Use the head that was made for this model")
     if raw.get("num_hidden_layers") != 1:
         rule = "a head has one layer"
-        raise RuleError(rule, shown(raw.get("num_hidden_layers")), "Use one of one layer")
+        raise RuleError(rule, format_value(raw.get("num_hidden_layers")), "Use one of one layer")
     for name in OTHERS:
         if raw.get(name):
             rule = f"a head is in its authors' layout, without {name}"
-            raise RuleError(rule, shown(raw[name]), "Use one in that layout")
+            raise RuleError(rule, format_value(raw[name]), "Use one in that layout")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lockstep.nn.layers import RMSNorm, RMSSpec, WeightSource
-from lockstep.ops import joined
+from lockstep.ops import concat
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.spec.eagle import Head, Raw, decoder, load_head
-from lockstep.types import RuleError, shown
+from lockstep.types import RuleError, format_value
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 BUILTIN = Path(__file__).parent.parent / "builtin"
@@ -53,7 +53,7 @@ class Eagle3(Head):
 
     def joined(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         both = self.input_norm(self.embedding(ids)), self.hidden_norm(hidden)
-        return joined(both, -1), hidden
+        return concat(both, -1), hidden
 
     def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm.add(hidden, residual)
@@ -81,7 +81,7 @@ def fused_layers(raw: Raw, layers: int) -> tuple[int, ...]:
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < layers for i in ids)
     if not whole or len(ids) != 3:
         rule = f"an EAGLE-3 head reads behind three of the model's {layers} layers"
-        raise RuleError(rule, shown(ids), f"Name them in config.json, eagle_config.{LAYERS}")
+        raise RuleError(rule, format_value(ids), f"Name them in config.json, eagle_config.{LAYERS}")
     return tuple(ids)
 
 
@@ -92,7 +92,7 @@ def draft_vocab(raw: Raw, vocab_size: int) -> int:
         return vocab_size
     if type(size) is not int or not 1 <= size <= vocab_size:
         rule = f"draft_vocab_size is a whole number from 1 to the model's {vocab_size}"
-        raise RuleError(rule, shown(size), "Check config.json")
+        raise RuleError(rule, format_value(size), "Check config.json")
     return size
 
 

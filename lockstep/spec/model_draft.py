@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lockstep.kv.tables import PageTable
 from lockstep.models.loader import Info
-from lockstep.ops import copied, joined, sent
-from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, cut
+from lockstep.ops import concat, copy_into, to_device
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, slice_plan
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
 from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
@@ -223,10 +223,10 @@ class ModelDraft:
         if len(steps) == 1 and list(rows) == list(range(first, end)):
             return steps[0][first:end]
         begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
-        every = joined(steps, 0) if len(steps) > 1 else steps[0]
+        every = concat(steps, 0) if len(steps) > 1 else steps[0]
         at = [begins[id(each)] + row for each, row in zip(states, rows, strict=True)]
         index = torch.tensor(at, dtype=torch.int32)
-        return self.runner.ops.take_rows(every, sent(index, every.device))
+        return self.runner.ops.take_rows(every, to_device(index, every.device))
 
     def _compact(self, tables: Sequence[PageTable]) -> None:
         """Copies kept states of the target to memory of their own, so that whole steps can go."""
@@ -265,7 +265,7 @@ class ModelDraft:
                 rows += [state.rows[p - state.begin] for p in positions]
             table.draft_state, table.draft_len = state.behind(end - 1), end
         if self.model.states is not None:
-            copied(self._gathered(states, rows), self.model.states[: len(rows)])
+            copy_into(self._gathered(states, rows), self.model.states[: len(rows)])
         shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
             shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))
@@ -276,8 +276,8 @@ class ModelDraft:
             every = shape_of(tuple([count + guesses - 1 for count in counts]))
             whole = self._plan(tables, lens, every)
             self.runner.check(whole, kind)
-            last = cut(whole, shape_of((1,) * len(ends)), shape.new_lens - 1)
-            plan, chain = cut(whole, shape), chain._replace(plan=last)
+            last = slice_plan(whole, shape_of((1,) * len(ends)), shape.new_lens - 1)
+            plan, chain = slice_plan(whole, shape), chain._replace(plan=last)
         out = self.runner.run(plan, ids, kind, how, chain=chain)
         for table in tables:
             table.moved(kind.groups)
@@ -473,8 +473,8 @@ def best(logits: Tensor, batch: RowBatch, k: int, eos_ids: tuple[int, ...]) -> B
     floats, ints, _ = sampler.settings(batch, logits.shape[1])
     temperatures, counters = floats[:, :1].float(), ints[:, 1:]
     if temperatures.any():
-        heat = sent(temperatures, scores.device)
-        noise = sampler.noise_of(sent(counters, scores.device), ids)
+        heat = to_device(temperatures, scores.device)
+        noise = sampler.noise_of(to_device(counters, scores.device), ids)
         scores = torch.where(heat > 0, scores / heat + noise, scores)
     top = torch.log_softmax(scores, -1).topk(min(k, scores.shape[1]))
     return top.values.tolist(), ids.gather(1, top.indices).tolist()

@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lockstep.ops import joined
+from lockstep.ops import concat
 from lockstep.plan.build import paths
 from lockstep.run.kind import GENERATE
 from lockstep.run.runner import PLAIN, Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
-from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
+from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, round_down
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 
 Report = Callable[[str], None]
@@ -116,7 +116,7 @@ class Speculation:
         self._observe_plain()
         trees = self.draft.propose(asks)
         if even and shape.top_k == 1:
-            trees = evened(asks, trees, shape)
+            trees = pad_chains(asks, trees, shape)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
@@ -129,7 +129,7 @@ class Speculation:
         whether that is every request of the step: then settling it late gains nothing."""
         even, alone = self.runner.even, True
         if self.adaptive and even:  # plain steps are timed as they will run: settled late
-            measured = self.costs[rounded(len(step.batch.rows))].plain.known
+            measured = self.costs[round_down(len(step.batch.rows))].plain.known
             if not measured or self._rests(self._acceptance, step.number):
                 return False
         for rows in step.batch.rows:
@@ -161,7 +161,7 @@ class Speculation:
         now, (begun, warmth) = time.perf_counter(), self._begins.pop(step.number, (0.0, PLAIN))
         if begun and (plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows)):
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
-            self.costs[rounded(len(batch.rows))].step(depth, seconds, warmth)
+            self.costs[round_down(len(batch.rows))].step(depth, seconds, warmth)
         self._ended = now
         if not plain or (self._first is not None and self._first.batch is not batch):
             self._observe_plain()
@@ -185,7 +185,7 @@ class Speculation:
                     drafts.append((1, deepest, min(deepest, len(nodes)), right))
                     if not even:
                         self._acceptance_of(rows.request).verified(*drafts[-1])
-            for request in drafting(rows):
+            for request in drafting_requests(rows):
                 entries.append(SettledRows(request, cached_len, tuple(kept)))
         if drafts:
             self._acceptance.verified(*map(sum, zip(*drafts, strict=True)))
@@ -209,9 +209,9 @@ class Speculation:
         entries = [
             SettledRows(rows.request, begin, tuple(range(i, len(unobserved) * width, width)))
             for i, (rows, begin) in enumerate(zip(every, begins, strict=True))
-            if drafting(rows)
+            if drafting_requests(rows)
         ]
-        self.draft.observe(SettledStep(tuple(entries), joined(states, 0) if states else None))
+        self.draft.observe(SettledStep(tuple(entries), concat(states, 0) if states else None))
 
     # -- how deep
 
@@ -265,7 +265,7 @@ class Speculation:
         """Returns the costs of steps of all requests that decode now, resting and not speculating
         ones included, and their number. Takes no member out of its columns."""
         count = sum(r.members is not None or (r.decodes and r.left > 0) for r in scheduler.running)
-        return self.costs[rounded(count)], count
+        return self.costs[round_down(count)], count
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:
         """After a rest, returns the depth of a try, whatever it is worth; else starts a rest. Where
@@ -296,7 +296,7 @@ class Speculation:
         return acceptance
 
 
-def evened(
+def pad_chains(
     asks: Sequence[DraftRequest], trees: Sequence[DraftTree], shape: TreeShape
 ) -> list[DraftTree]:
     """Pads chains with any token to the longest, rounded up to a recorded length: launches with
@@ -309,7 +309,7 @@ def evened(
     return out
 
 
-def drafting(rows: ScheduledRows) -> list[Request]:
+def drafting_requests(rows: ScheduledRows) -> list[Request]:
     """Returns the requests whose draft keys these rows extend: the request itself while it owns
     this page table, and the completions forked from it after these rows."""
     request = rows.request

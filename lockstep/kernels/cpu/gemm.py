@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import threads
 from lockstep.kernels.cpu.loops import PANEL, PANEL_ROWS, products
 from lockstep.kernels.cpu.routing import Routes
-from lockstep.kernels.cpu.threads import ENTRIES, SHARES, UNITS, empty, fetch, int64_at
+from lockstep.kernels.cpu.threads import ENTRIES, SHARES, UNITS, empty, int64_at, prefetch_rows
 
 UNIT_ROWS = 96  # most rows of x that one unit of work multiplies by one panel
 UNITS_PER_THREAD = 4  # wanted, so that threads finish at about the same time
@@ -135,11 +135,11 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         row, last = int64_at(bounds)[group], int64_at(bounds)[group + 1]
     weight, column = packed + panel * (depth + 1) * PANEL * item, panel % panels * PANEL
     x_at, y_at = x + group * x_group, y + group * y_group + 4 * column
-    fetch(at, x_at, x_stride, row, min(row + PANEL_ROWS, last), 4 * depth)
+    prefetch_rows(at, x_at, x_stride, row, min(row + PANEL_ROWS, last), 4 * depth)
     while row < last:
         some = min(PANEL_ROWS, last - row)
         x_row, y_row = x_at + row * x_stride, y_at + row * y_stride
-        fetch(at, x_at, x_stride, row + some, min(row + some + PANEL_ROWS, last), 4 * depth)
+        prefetch_rows(at, x_at, x_stride, row + some, min(row + some + PANEL_ROWS, last), 4 * depth)
         products(some, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
         row += some
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import gemm, routing, rows, sample
-from lockstep.kv.pool import _bits, widened
+from lockstep.kv.pool import _bits, pad_columns
 from lockstep.ops import transparent
 from lockstep.types import KV_FORMATS, Choice
 
@@ -22,7 +22,7 @@ def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> No
     if same and fits and slots.dtype is torch.int32 and values.stride(2) == 1:
         rows.write(values, storage, slots)
         return
-    values = widened(values, storage.shape[2])
+    values = pad_columns(values, storage.shape[2])
     if scale != 1.0:
         values = values / scale
     largest = LARGEST.get(storage.dtype)

@@ -19,7 +19,14 @@ from torch import Tensor
 from lockstep.kernels.cpu import elementary, lanes, threads
 from lockstep.kernels.cpu.elementary import cos_sin, erf, exp2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, less, load, maximum, mul, select, store, sub
-from lockstep.kernels.cpu.threads import ENTRIES, empty, fetch, float32_at, int32_at, int64_at
+from lockstep.kernels.cpu.threads import (
+    ENTRIES,
+    empty,
+    float32_at,
+    int32_at,
+    int64_at,
+    prefetch_rows,
+)
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
@@ -226,7 +233,7 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
     first, last = nth * each, min((nth + 1) * each, outer)
     if record[0] >= WRITE and missing_slots(record) > 0:
         int64_at(at)[FAULT], last = 1, first
-    fetch(at, x, x_outer, first, last, min(x_outer, 8 * n * inner))
+    prefetch_rows(at, x, x_outer, first, last, min(x_outer, 8 * n * inner))
     for i in range(first, last):
         for j in range(inner):
             row(record, i, j, x + i * x_outer + j * x_inner, y + 4 * n * (i * inner + j))
@@ -247,7 +254,7 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     if what == NORM:
         norm(x, y, n, record[9], record[10])
     elif what == TURN:
-        turn(x, y, n, i, record[9], record[10], record[11], record[12])
+        rotate_head(x, y, n, i, record[9], record[10], record[11], record[12])
     elif what == GATE:
         gate_row(y, n, x, x + 4 * n, record[9], 0)
     elif what == HEADS:
@@ -262,10 +269,10 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     elif what == TAKE:
         copy_row(y, n, x + np.int64(int32_at(record[9])[i]) * record[11], 0)
     else:
-        rarer(record, i, j, x, y)
+        apply_other(record, i, j, x, y)
 
 
-def rarer(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
+def apply_other(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     """Applies an operation that a plain decoder does not run in every layer."""
     what, n = record[0], record[7]
     if what == LAYER:
@@ -299,14 +306,15 @@ def head(record: Any, i: Any, j: Any, x: Any) -> None:
     if record[9]:
         norm(x, y, n, weight, record[10])
         x = y
-    turn(x, y, n, i, record[11], record[12], record[13], 0)
+    rotate_head(x, y, n, i, record[11], record[12], record[13], 0)
 
 
-f: Any = None  # the elementwise function of a loop; `work` binds one per `Looped`
-Looped = namedtuple("Looped", "loop f")  # a loop with its own f; called with the loop's arguments
+f: Any = None  # the elementwise function of a loop; `work` binds one per `LoopTemplate`
+# a loop with its own f; called with the loop's arguments
+LoopTemplate = namedtuple("LoopTemplate", "loop f")
 
 
-def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
+def map_loop(y: Any, n: Any, x: Any, a: Any) -> None:
     """Computes y[k] = f(x[k], a) for n columns; may be in place."""
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
@@ -315,7 +323,7 @@ def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
         float32_at(y)[k] = f(float32_at(x)[k], a)
 
 
-def paired(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
+def zip_loop(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
     """Computes y[k] = f(x[k], w[k], a, b) for n columns; may be in place."""
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
@@ -324,7 +332,7 @@ def paired(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
         float32_at(y)[k] = f(float32_at(x)[k], float32_at(w)[k], a, b)
 
 
-def summed(x: Any, n: Any, a: Any) -> Any:
+def sum_loop(x: Any, n: Any, a: Any) -> Any:
     """Returns a row's sum in the canonical order of lanes; f(sum, x[k], a) adds one element."""
     whole = n // LANES * LANES
     sums = lanes.splat(np.float32(0))
@@ -354,7 +362,9 @@ def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None
     add_row(y, n, y, bias, 0, 0)
 
 
-def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
+def rotate_head(
+    x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any
+) -> None:
     """Computes one head of row i of `rope`; may be in place if not interleaved."""
     cos, sin = cos + 4 * half * i, sin + 4 * half * i
     xs, ys, cs, ss = float32_at(x), float32_at(y), float32_at(cos), float32_at(sin)
@@ -429,19 +439,21 @@ def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits
         ss[k] = mul(np.float32(s), factor)
 
 
-copy_row: Any = Looped(mapped, lambda v, _: v)
-divide_row: Any = Looped(mapped, lambda v, by: div(v, by))
-power_row: Any = Looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
-cap_row: Any = Looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
-act_row: Any = Looped(mapped, act)
-add_row: Any = Looped(paired, lambda v, w, a, b: add(v, w))
-scale_row: Any = Looped(paired, lambda v, w, scale, _: mul(mul(v, scale), w))
-centre_row: Any = Looped(paired, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
-gate_row: Any = Looped(paired, lambda v, w, kind, _: mul(act(v, kind), w))
-clamp_row: Any = Looped(paired, clamped)
-sum_row: Any = Looped(summed, lambda total, v, _: add(total, v))
-square_row: Any = Looped(summed, lambda total, v, _: fma(v, v, total))
-deviate_row: Any = Looped(summed, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
+copy_row: Any = LoopTemplate(map_loop, lambda v, _: v)
+divide_row: Any = LoopTemplate(map_loop, lambda v, by: div(v, by))
+power_row: Any = LoopTemplate(map_loop, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
+cap_row: Any = LoopTemplate(map_loop, lambda v, cap: mul(tanh(div(v, cap)), cap))
+act_row: Any = LoopTemplate(map_loop, act)
+add_row: Any = LoopTemplate(zip_loop, lambda v, w, a, b: add(v, w))
+scale_row: Any = LoopTemplate(zip_loop, lambda v, w, scale, _: mul(mul(v, scale), w))
+centre_row: Any = LoopTemplate(zip_loop, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
+gate_row: Any = LoopTemplate(zip_loop, lambda v, w, kind, _: mul(act(v, kind), w))
+clamp_row: Any = LoopTemplate(zip_loop, clamped)
+sum_row: Any = LoopTemplate(sum_loop, lambda total, v, _: add(total, v))
+square_row: Any = LoopTemplate(sum_loop, lambda total, v, _: fma(v, v, total))
+deviate_row: Any = LoopTemplate(
+    sum_loop, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total)
+)
 INLINED = ("norm", "turn", "head", "row", "scale_of", "add_row", "scale_row", "square_row")
 
 
@@ -450,7 +462,7 @@ def work() -> Any:
     """Returns the row kernel, compiled once per process."""
     names = threads.linked({**vars(elementary), **globals()}, {}, INLINED)
     for name, text in globals().items():
-        if isinstance(text, Looped):
+        if isinstance(text, LoopTemplate):
             own = {**names, "f": threads.jitted(text.f, names)}
             names[name] = threads.jitted(text.loop, own, inlined=name in INLINED)
     return threads.kernel("row", names["unit"])

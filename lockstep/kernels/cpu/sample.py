@@ -16,7 +16,14 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.threads import ENTRIES, empty, float32_at, float64_at, int64_at, where
+from lockstep.kernels.cpu.threads import (
+    ENTRIES,
+    address_of,
+    empty,
+    float32_at,
+    float64_at,
+    int64_at,
+)
 from lockstep.sample import formulas as f
 from lockstep.sample.formulas import gumbel, ln, philox, weight, wide_float
 
@@ -266,7 +273,7 @@ def _run(what: int, logits: Tensor, few: int, *tensors: Tensor) -> None:
     rows, vocab = logits.shape
     cost_ns = rows * vocab * LOGIT_NS
     team = threads.team(rows, cost_ns)
-    scratch, addresses = threads.memory(4 * vocab, team), map(where, (logits, *tensors))
+    scratch, addresses = threads.memory(4 * vocab, team), map(address_of, (logits, *tensors))
     entries = (what, vocab, few, scratch, *addresses)
     threads.Call(compiled(), entries, rows, team, cost_ns).run()
 

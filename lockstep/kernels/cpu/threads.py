@@ -11,7 +11,7 @@ tape are replayed as one, a `Script`.
 The interpreter's lock (GIL) is released in turns, as the interpreter itself does. Taking it back
 while another thread runs Python takes 5 ms, so a thread keeps it over short calls, and releases it
 in a call during which its turn would exceed TURN_NS. torch releases it for every tensor and wakes a
-waiting thread, mostly for nothing: so threads that run engines queue for the `floor`.
+waiting thread, mostly for nothing: so threads that run engines queue for their `engine_turn`.
 """
 
 import atexit
@@ -51,7 +51,7 @@ STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its unit
 NEAR_BYTES = 2048  # of a row are prefetched; the hardware prefetches the rest of it
 TURN_NS = 4_000_000  # longest turn with the GIL: below the 5 ms after which a waiter demands it
 CORES = max(torch.get_num_threads(), (os.cpu_count() or 1) // 2)  # physical ones, as torch counts
-PATIENCE_S = 0.02  # longest wait for the floor: its owner is late by then, or gone
+PATIENCE_S = 0.02  # longest wait for the engine turn: its owner is late by then, or gone
 
 # A record: these words and, from byte ENTRIES on, the entries that the work reads. TEAM: threads
 # that may join. COUNTERS: address of one line per share of the units (SHARES of them), which counts
@@ -124,7 +124,7 @@ def exchange(builder: Any, place: Any, value: Any) -> Any:
 
 
 @ir_function(types.int64(types.int64))
-def look(builder: Any, place: Any) -> Any:
+def atomic_load(builder: Any, place: Any) -> Any:
     """Atomically loads the int64 at an address, which other threads change."""
     return builder.load_atomic(at(builder, place), "seq_cst", 8, typ=I64)
 
@@ -137,7 +137,7 @@ def invoke(builder: Any, function: Any, a: Any, b: Any) -> None:
 
 
 @ir_function(types.void())
-def breathe(builder: Any) -> None:
+def cpu_pause(builder: Any) -> None:
     """Tells the processor that this thread is spinning."""
     if TARGET[0].startswith("x86_64"):
         call_ir(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
@@ -146,7 +146,7 @@ def breathe(builder: Any) -> None:
 # ---- compiled functions ----
 
 
-def play(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
+def run_records(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
     """Runs `count` consecutive records; stops at a fault and copies it to the first record."""
     first = int64_at(at)
     for _ in range(count):
@@ -188,9 +188,9 @@ def call(at: Any) -> None:
         exchange(desk + 8 * CALL, 0)  # closed: no further helper joins
         for helper in range(first, first + helpers):
             looks = 0
-            while look(board + 8 * (INSIDE + LINE * helper)) == this:
+            while atomic_load(board + 8 * (INSIDE + LINE * helper)) == this:
                 if looks < LOOKS:
-                    breathe()
+                    cpu_pause()
                 else:  # the helper has lost its processor: offer it this one
                     sched_yield()
                 looks += 1
@@ -206,7 +206,7 @@ def claim(at: Any, worker: Any) -> Any:
     for i in range(shares):
         whose = (worker + i) % shares
         counter, share = counters + 8 * LINE * whose, (units - whose + shares - 1) // shares
-        if look(counter) < share:
+        if atomic_load(counter) < share:
             nth = fetch_add(counter, 1)
             if nth < share:
                 return nth * shares + whose
@@ -214,7 +214,7 @@ def claim(at: Any, worker: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def fetch(at: Any, rows: Any, stride: Any, first: Any, last: Any, nbytes: Any) -> None:
+def prefetch_rows(at: Any, rows: Any, stride: Any, first: Any, last: Any, nbytes: Any) -> None:
     """Prefetches rows that a unit will read: in a team they are in other cores' caches."""
     if int64_at(at)[TEAM] > 1:
         for row in range(first, last):
@@ -240,16 +240,16 @@ def serve(board: Any, index: Any) -> None:
     its own cache."""
     inside = board + 8 * (INSIDE + LINE * index)
     last, idle = np.int64(0), np.int64(0)
-    while look(board + 8 * LEAVE) == 0:
+    while atomic_load(board + 8 * LEAVE) == 0:
         idle += 1
         for number in range(DESKS):
             desk = board + 8 * (DESK + 2 * LINE * number)
-            this = look(desk + 8 * CALL)
+            this = atomic_load(desk + 8 * CALL)
             worker = 1 + index - (this >> FIRST & BYTE)
             if this > last and 1 <= worker <= this & BYTE:
                 last, idle = this, np.int64(0)
                 exchange(inside, this)
-                if look(desk + 8 * CALL) == this:
+                if atomic_load(desk + 8 * CALL) == this:
                     record = int64_at(desk)[RECORD]
                     invoke(int64_at(record)[WORK], record, worker)
                 exchange(inside, 0)
@@ -260,7 +260,7 @@ def serve(board: Any, index: Any) -> None:
         elif idle > LOOKS:
             sched_yield()
         elif idle:
-            breathe()
+            cpu_pause()
 
 
 # ---- Python ----
@@ -301,16 +301,16 @@ class Helpers:
         self.reset()
 
 
-def forked() -> None:
+def reset_after_fork() -> None:
     """Resets the helpers in a forked process, which has none. OpenMP's threads do not survive the
     fork either, and torch would wait for them, so it continues with one thread."""
-    if HELP.threads:
-        HELP.inherited = HELP.inherited or torch.get_num_threads()
+    if HELPERS.threads:
+        HELPERS.inherited = HELPERS.inherited or torch.get_num_threads()
         torch.set_num_threads(1)
-    HELP.reset()
+    HELPERS.reset()
 
 
-class Own(threading.local):
+class ThreadState(threading.local):
     """State of each calling thread."""
 
     def __init__(self) -> None:
@@ -340,10 +340,10 @@ class Call:
             record[HEAD + number] = value
         if OWN.tape is not None:
             OWN.tape.note(self, record)
-        if self.most > len(HELP.threads) + 1:
-            HELP.want(count() - 1)
+        if self.most > len(HELPERS.threads) + 1:
+            HELPERS.want(thread_count() - 1)
         at, _ = record.buffer_info()
-        numbers = (at, self.calls, len(HELP.threads), HELP.address, OWN.counters)
+        numbers = (at, self.calls, len(HELPERS.threads), HELPERS.address, OWN.counters)
         if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
             compiled().call(*numbers)
         else:
@@ -373,7 +373,7 @@ class Script(Call):
             raise RuleError(rule, got, "Check the plan: a launch was replayed with it")
 
 
-class Room:
+class TapeMemory:
     """Memory of recorded calls. A block is reused when no tensor refers to it, also by other tapes:
     of the tapes that share a room one runs at a time."""
 
@@ -392,7 +392,7 @@ class Room:
             insort(self.places, (at, size, memory))
             self.free[size].append((memory, at))
         block = self.free[size].pop()
-        begin = block[1] - where(block[0])
+        begin = block[1] - address_of(block[0])
         array = block[0][begin : begin + wanted].view(dtype).reshape(shape)
         weakref.finalize(array, self.free[size].append, block).atexit = False
         return torch.from_numpy(array)
@@ -411,13 +411,13 @@ class Room:
 
 def setting() -> tuple[int, int]:
     """Returns what `team` depends on besides its arguments; part of the key of cached calls."""
-    return count(), THREAD_NS
+    return thread_count(), THREAD_NS
 
 
 def team(units: int, cost_ns: int) -> int:
     """Returns how many threads a call of `units` gets that takes about `cost_ns` on one thread."""
     worth = min(units, cost_ns // THREAD_NS)
-    return min(worth, count()) if worth > 1 else 1
+    return min(worth, thread_count()) if worth > 1 else 1
 
 
 def memory(each: int, team: int) -> int:
@@ -435,7 +435,7 @@ def memory(each: int, team: int) -> int:
 def aligned(nbytes: int) -> tuple[Any, int]:
     """Returns new zeroed memory and its first 64-byte aligned address, with `nbytes` from there."""
     memory = np.zeros(nbytes + 64, np.uint8)
-    return memory, -(-where(memory) // 64) * 64
+    return memory, -(-address_of(memory) // 64) * 64
 
 
 def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
@@ -445,14 +445,14 @@ def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
     return torch.from_numpy(np.empty(shape, dtype))
 
 
-def where(array: Any) -> int:
+def address_of(array: Any) -> int:
     """Returns the byte address of a numpy array or a tensor."""
     return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
 
 
-def count() -> int:
+def thread_count() -> int:
     """Returns the most threads that work on a call of this thread."""
-    return OWN.limit or HELP.inherited or torch.get_num_threads()
+    return OWN.limit or HELPERS.inherited or torch.get_num_threads()
 
 
 @contextmanager
@@ -466,26 +466,26 @@ def limited(most: int) -> Iterator[None]:
 
 
 @contextmanager
-def floor() -> Iterator[None]:
+def engine_turn() -> Iterator[None]:
     """Runs the block while no other thread runs its own, first come first served, unless there are
     cores for two. It serves speed only: after PATIENCE_S a thread enters anyway, so a ticket lost
     to an interrupt costs one wait."""
-    if 2 * count() <= CORES:
+    if 2 * thread_count() <= CORES:
         yield
         return
     ticket = threading.Lock()
     try:
         ticket.acquire()
-        FLOOR.append(ticket)
-        if FLOOR[:1] != [ticket]:
-            ticket.acquire(timeout=PATIENCE_S)  # released by the thread that leaves the floor
+        TICKETS.append(ticket)
+        if TICKETS[:1] != [ticket]:
+            ticket.acquire(timeout=PATIENCE_S)  # released by the thread that ends its engine turn
             with suppress(ValueError):  # a thread that stopped waiting has removed it
-                del FLOOR[: FLOOR.index(ticket)]
+                del TICKETS[: TICKETS.index(ticket)]
         yield
     finally:
         with suppress(ValueError, IndexError, RuntimeError):  # ticket gone; no next; it is awake
-            FLOOR.remove(ticket)
-            FLOOR[0].release()
+            TICKETS.remove(ticket)
+            TICKETS[0].release()
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
@@ -533,7 +533,7 @@ def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
 def compiled() -> Any:
     """Returns the compiled functions of this file; `released` is `call` that releases the GIL."""
     numbers = [ctypes.c_int64] * 5
-    playing = relinked(play, {**globals(), "call": jitted(call, globals())})
+    playing = relinked(run_records, {**globals(), "call": jitted(call, globals())})
     calling, serving = c_function("calling", playing), c_function("helping", serve)
     return SimpleNamespace(
         call=ctypes.PYFUNCTYPE(None, *numbers)(calling.address),
@@ -543,8 +543,8 @@ def compiled() -> Any:
     )
 
 
-FLOOR: list[threading.Lock] = []  # tickets; the owner of the first one has the floor
-OWN = Own()
-HELP = Helpers()
-atexit.register(HELP.leave)
-os.register_at_fork(after_in_child=forked)
+TICKETS: list[threading.Lock] = []  # tickets; the owner of the first has the engine turn
+OWN = ThreadState()
+HELPERS = Helpers()
+atexit.register(HELPERS.leave)
+os.register_at_fork(after_in_child=reset_after_fork)

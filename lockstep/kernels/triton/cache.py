@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lockstep.kernels.triton.gemm import require
 from lockstep.kernels.triton.rowwise import width
-from lockstep.kv.pool import widened
-from lockstep.plan.build import power
+from lockstep.kv.pool import pad_columns
+from lockstep.plan.build import next_power_of_2
 
 MOVES = 4096  # most rows that one program holds in registers between gather and scatter
 HELD_WORDS = 16384  # most 4-byte words of these rows per program
@@ -67,7 +67,7 @@ def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.co
 def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Stores values [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
     require(values.stride(2) == 1, "the columns of a K or V row are contiguous", values)
-    x, (_, kv_heads, d) = widened(values, storage.shape[2]), storage.shape
+    x, (_, kv_heads, d) = pad_columns(values, storage.shape[2]), storage.shape
     write_kernel[(len(slots),)](
         x, storage, slots, scale, *x.stride()[:2], KV_HEADS=kv_heads, D=d,
         LARGEST=min(torch.finfo(storage.dtype).max, LARGEST), num_warps=4, enable_fp_fusion=False,
@@ -88,7 +88,7 @@ def move(storages: Sequence[Tensor], moves: Tensor) -> None:
     require(count <= MOVES, f"a step relocates at most {MOVES} rows of a group", moves)
     row_words = tuple(s.stride(0) * s.element_size() // 4 for s in storages)
     bases = on_device(tuple(s.data_ptr() for s in storages), torch.int64, moves.device)
-    rows = power(max(count, 16))
+    rows = next_power_of_2(max(count, 16))
     words = min(64, HELD_WORDS // rows)
     grid = (len(storages), triton.cdiv(max(row_words), words))
     launch = {"ROWS": rows, "WORDS": words, "num_warps": 8, "enable_fp_fusion": False}

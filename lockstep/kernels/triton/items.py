@@ -10,7 +10,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from lockstep.order import Splits
-from lockstep.plan.check import loop
+from lockstep.plan.check import compile_loop
 from lockstep.types import INT32_MAX
 
 ITEM = 12  # int32 per item: page entry, flat rows [begin, end), positions [lo, hi) that they see,
@@ -59,7 +59,7 @@ def compiled() -> Any:
     longs, flags = [types.Array(kind, 1, "C", readonly=True) for kind in (n, types.boolean)]
     table, work = types.Array(types.int32, 2, "C"), types.Array(n, 1, "C")
     found, rows = types.UniTuple(n, 3), types.UniTuple(ints, 5)  # type: ignore[no-untyped-call]
-    return loop(found(rows, longs, flags, longs, n, n, table, work), cut)
+    return compile_loop(found(rows, longs, flags, longs, n, n, table, work), cut)
 
 
 def cut(

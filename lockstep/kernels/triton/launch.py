@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.kernels.triton.items import Flags, Longs, Rows
 from lockstep.order import AttentionOrder, stored_len
-from lockstep.plan.build import power
+from lockstep.plan.build import next_power_of_2
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 FEW = 16  # most flat rows (token, head) of a request that are computed as one small block
@@ -164,8 +164,8 @@ def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool
         "heads": spec.heads, "kv_heads": spec.kv_heads, "causal": int(spec.causal),
         "window": spec.window or INT32_MAX, "group": spec.group_size, "page_size": page_size,
         "page_mul": page_mul, "page_shift": page_shift, "PAGE": page_size, "D": d_qk, "D_QK": d_qk,
-        "DA": first, "DB": rest, "D_V": d_v, "DV": power(max(d_v, 16)), "TILE": order.tile,
-        "LATENT": latent, "TREE": tree,
+        "DA": first, "DB": rest, "D_V": d_v, "DV": next_power_of_2(max(d_v, 16)),
+        "TILE": order.tile, "LATENT": latent, "TREE": tree,
     }  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def pieces(d_qk: int) -> tuple[int, int]:
     first = max(16, 1 << (d_qk.bit_length() - 1))
     if d_qk <= first:
         return first, 0
-    return first, power(max(d_qk - first, 16))
+    return first, next_power_of_2(max(d_qk - first, 16))
 
 
 def divider(page_size: int) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class Job:
 
 
 @dataclass
-class Heard:
+class JobReport:
     """The outcome of a job."""
 
     units: dict[str, dict[str, Any]] = field(default_factory=dict)  # outcome, seconds, detail
@@ -125,7 +125,7 @@ class Crew:
                     process.kill()
                 raise
 
-    def run(self, job: Job) -> Heard:
+    def run(self, job: Job) -> JobReport:
         """Runs a job in a tree with its changes; kernels compiled for these are removed."""
         tree = self._idle.pop()
         kernels = tree.with_suffix(".kernels") / "lockstep"
@@ -142,7 +142,7 @@ class Crew:
                     shutil.rmtree(folder)
             self._idle.append(tree)
 
-    def _forked(self, job: Job, tree: Path) -> Heard:
+    def _forked(self, job: Job, tree: Path) -> JobReport:
         tree.with_suffix(".jsonl").write_bytes(b"")
         process = self._context.Process(target=run, args=(job, tree))
         process.start()
@@ -160,9 +160,9 @@ class Crew:
         return heard(tree, late, process.exitcode or 0)
 
 
-def heard(tree: Path, late: bool, code: int) -> Heard:
+def heard(tree: Path, late: bool, code: int) -> JobReport:
     """Reads a job's report. A unit that hung or killed its process has failed."""
-    out = Heard()
+    out = JobReport()
     report = tree.with_suffix(".jsonl").read_text(encoding="utf-8")
     whole, _, _ = report.rpartition("\n")  # the last line may be cut short
     for message in map(json.loads, whole.splitlines()):

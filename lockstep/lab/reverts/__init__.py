@@ -25,7 +25,7 @@ from lockstep.types import RuleError
 if TYPE_CHECKING:
     from torch import Tensor
 
-VARIABLE = "LOCKSTEP_REVERT"  # revert to run a command with, worker processes included
+ENVIRONMENT_VARIABLE = "LOCKSTEP_REVERT"  # revert to run a command with, worker processes included
 SECTIONS = ("Summary", "Motivation", "Mechanism", "Key functions", "Symptom", "Risk and impact")
 
 
@@ -102,7 +102,7 @@ def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
 _FROZEN: dict[tuple[int, int], list[Tensor]] = {}  # copies on a GPU; never freed
 
 
-def frozen(tensor: Tensor) -> Tensor:
+def copied_once(tensor: Tensor) -> Tensor:
     """Returns a copy of `tensor` as of this step, which a recorded launch keeps reading on replay.
     A GPU cannot copy during capture: there it returns the copy of the plain run before."""
     import torch
@@ -151,7 +151,7 @@ def swapped(revert: Revert) -> Iterator[None]:
 def from_environment() -> Iterator[Revert | None]:
     """Puts back the bug that LOCKSTEP_REVERT names, if it is set. The command line and every worker
     process run inside this."""
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:
         yield None
         return

@@ -9,9 +9,9 @@ Mechanism:
 2. plan() without a mask leaves the buffer as it is.
 3. The kernel finds a mask and applies it.
 Key functions:
-plan of FlashInfer's paged prefill wrapper. Here `attention.base.lists`: a tree is a list of slots
-per row, and the lists belong to the plan, which is frozen. The backend has no state that could
-outlive a step, so the revert adds some.
+plan of FlashInfer's paged prefill wrapper. Here `attention.base.slot_lists`: a tree is a list of
+slots per row, and the lists belong to the plan, which is frozen. The backend has no state that
+could outlive a step, so the revert adds some.
 Symptom:
 Rows of a plain step attend to the draft nodes of an earlier tree, possibly of another request,
 instead of their own keys.
@@ -31,7 +31,7 @@ from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "flashinfer-ai/flashinfer#1028"
-TARGET = "lockstep.attention.base:lists"
+TARGET = "lockstep.attention.base:slot_lists"
 CELLS = ("tree-accept/dense",)
 RELATED = ("flashinfer-4014", "sglang-29616")
 

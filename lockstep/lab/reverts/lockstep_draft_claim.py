@@ -14,8 +14,8 @@ Mechanism:
 3. Another request holds that page by mistake. Accepted nodes are later moved into it and overwrite
    the other request's keys.
 Key functions:
-`plan.check.claim`, compiled into `judge_group`. The first written position is the smaller of a
-row's `start` and its position.
+`plan.check.assign_owners`, compiled into `judge_group`. The first written position is the smaller of
+a row's `start` and its position.
 Symptom:
 None by itself: a guard with a blind spot is found only by showing it a bad plan.
 Risk and impact:
@@ -41,7 +41,7 @@ CELLS = ("draft-decode/dense", "draft-decode/window")
 RELATED = ("sglang-27360", "trtllm-12306")
 
 
-def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
+def assign_owners(rows: Any, arrays: Any, size: int, owner: Any) -> int:
     """Claims pages from the first row's position on, ignoring where its keys start."""
     (q, positions, _, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
     first = np.empty(len(q) - 1, np.int64)
@@ -66,7 +66,7 @@ def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> tuple[Any, Any]:
-        names = {**vars(check), "claim": njit(claim)}
+        names = {**vars(check), "assign_owners": njit(assign_owners)}
         return old()[0], njit(relinked(check.judge_group, names))
 
     return compiled

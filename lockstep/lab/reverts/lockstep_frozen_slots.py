@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lockstep.lab.reverts import frozen
+from lockstep.lab.reverts import copied_once
 
 SOURCE = "class: a slot that a graph does not read (compare sgl-project/sglang#27360, #32555)"
 TARGET = "lockstep.kv.pool:KvWriter.__init__"
@@ -33,7 +33,7 @@ RELATED = ("sglang-27360", "vllm-43810")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, pool: Any, views: Any) -> None:
-        slots = frozen(views.write_slots)
+        slots = copied_once(views.write_slots)
         old(self, pool, replace(views, write_slots=slots))
 
     return __init__

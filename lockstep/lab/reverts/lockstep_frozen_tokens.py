@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.lab.reverts import frozen
+from lockstep.lab.reverts import copied_once
 
 SOURCE = "class: an input beside the buffers"
 TARGET = "lockstep.run.runner:inputs"
@@ -33,6 +33,6 @@ RELATED = ("lockstep-frozen-slots", "lockstep-pad-tokens")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def inputs(rows: Any) -> Any:
         ids, positions = old(rows)
-        return frozen(ids), positions
+        return copied_once(ids), positions
 
     return inputs

@@ -11,7 +11,7 @@ Mechanism:
 3. Its completions are forked from keys that have already been extended, and its penalties count a
    token that has no value yet.
 Key functions:
-`sched.request.waits`, which says whether a request is held back.
+`sched.request.is_held`, which says whether a request is held back.
 Symptom:
 Answers with penalties, and the second of n completions, differ from those of an engine that settles
 every step immediately.
@@ -28,7 +28,7 @@ from typing import Any
 from lockstep.types import INT32_MAX
 
 SOURCE = "class: a step that is scheduled before the one before it is settled"
-TARGET = "lockstep.sched.request:waits"
+TARGET = "lockstep.sched.request:is_held"
 CELLS = ("engine-late/llama", "engine-late/qwen3")
 RELATED = ("lockstep-late-sample", "lockstep-penalty-preempt")
 

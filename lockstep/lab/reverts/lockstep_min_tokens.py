@@ -11,7 +11,7 @@ Mechanism:
 2. Alone, the step finds no bias and no penalty and leaves the logits as they are: EOS is chosen.
 3. Next to a penalised neighbour the step edits all its rows, and EOS is forbidden as it should be.
 Key functions:
-`sample.sampler.changes`, which says whether a row's logits are edited.
+`sample.sampler.edited_rows`, which says whether a row's logits are edited.
 Symptom:
 Answers end too early, depending on the other requests in the step.
 Risk and impact:
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: fast paths that forget a parameter"
-TARGET = "lockstep.sample.sampler:changes"
+TARGET = "lockstep.sample.sampler:edited_rows"
 CELLS = ("seeds/llama", "engine-end/llama")
 RELATED = ("lockstep-late-stop",)
 

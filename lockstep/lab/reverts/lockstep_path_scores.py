@@ -10,7 +10,7 @@ Mechanism:
 2. Three tokens are returned with the log-probabilities of rows 0, 1 and 2.
 3. The tokens are right; two of their log-probabilities belong to other rows.
 Key functions:
-`llm.accept.gathered`, which takes the rows that the tokens were sampled from.
+`llm.accept.gather_logprobs`, which takes the rows that the tokens were sampled from.
 Symptom:
 Log-probabilities of rejected draft tokens next to accepted tokens.
 Risk and impact:
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: what is reported beside an accepted path"
-TARGET = "lockstep.llm.accept:gathered"
+TARGET = "lockstep.llm.accept:gather_logprobs"
 CELLS = ("engine-tree/llama",)
 RELATED = ("sglang-7239",)
 

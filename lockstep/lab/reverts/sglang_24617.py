@@ -11,7 +11,7 @@ Mechanism:
 2. The plain page table is translated to window slots; the expanded one is not.
 3. Window layers read whatever is at that index of their pool.
 Key functions:
-The verify metadata of SGLang's FlashAttention backend. Here `attention.base.lists`;
+The verify metadata of SGLang's FlashAttention backend. Here `attention.base.slot_lists`;
 `plan.build.tail_slots` makes a list per group from that group's own pages, and ids of different
 groups are unrelated.
 Symptom:
@@ -31,7 +31,7 @@ from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#24617"
-TARGET = "lockstep.attention.base:lists"
+TARGET = "lockstep.attention.base:slot_lists"
 CELLS = ("verify-tree/window-sinks",)
 RELATED = ("sglang-24395", "sglang-19107", "sglang-9279")
 

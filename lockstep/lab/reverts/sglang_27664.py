@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lockstep.lab.reverts import frozen
+from lockstep.lab.reverts import copied_once
 
 SOURCE = "sgl-project/sglang#27664 (issue)"
 TARGET = "lockstep.attention.cpu:Backend.bind"
@@ -37,7 +37,7 @@ RELATED = ("vllm-35175", "sglang-37975")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def bind(self: Any, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
-        copied = frozen(views.derived)
+        copied = copied_once(views.derived)
         return old(self, spec, bucket, replace(views, derived=copied), variant)
 
     return bind

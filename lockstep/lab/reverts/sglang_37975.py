@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.lab.reverts import frozen
+from lockstep.lab.reverts import copied_once
 
 SOURCE = "sgl-project/sglang#37975 (issue)"
 TARGET = "lockstep.attention.base:addresses"
@@ -35,6 +35,6 @@ RELATED = ("sglang-27664", "trtllm-12306")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def addresses(spec: Any, views: Any) -> Any:
         page_ids, page_indptr, first_pos, size = old(spec, views)
-        return page_ids, frozen(page_indptr), first_pos, size
+        return page_ids, copied_once(page_indptr), first_pos, size
 
     return addresses

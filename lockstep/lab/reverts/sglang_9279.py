@@ -12,8 +12,8 @@ Mechanism:
 3. It gets the columns of old prefix tokens, which are all visible: siblings of the node are not
    masked.
 Key functions:
-SGLang's Triton extend kernel with a custom mask. Here `attention.base.lists`: there is no mask, and
-a node lists its ancestors. The revert gives window layers the nodes in their flat order, as if the
+SGLang's Triton extend kernel with a custom mask. Here `attention.base.slot_lists`: there is no mask,
+and a node lists its ancestors. The revert gives window layers the nodes in their flat order, as if the
 tree were a chain.
 Symptom:
 Verification in window layers sees other branches; the acceptance rate falls, and the accepted
@@ -33,7 +33,7 @@ from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#9279"
-TARGET = "lockstep.attention.base:lists"
+TARGET = "lockstep.attention.base:slot_lists"
 CELLS = ("verify-tree/window",)
 RELATED = ("sglang-24617", "sglang-26513")
 
