@@ -152,7 +152,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
             out = rig.run(build(kind.specs, [work]), new, kind)
             logits = head.logits(out.emitted)[0, head.token_ids]
         assert torch.allclose(logits, drafted[step][0, 0], rtol=1e-3, atol=1e-3)
-        given, begin = out.behind[-1:], begin + len(new)
+        given, begin = out.next_hidden[-1:], begin + len(new)
 
 
 def shape_of(script: ModuleType) -> Any:

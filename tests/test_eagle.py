@@ -164,13 +164,13 @@ def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
     out = rig.step(ids[5:9], given[5:], 5)
     for end in range(9, 12):
         logits, own = plain(head, ids[:end], given)
-        assert close(out.behind[-1], own[-1])
+        assert close(out.next_hidden[-1], own[-1])
         drafted = head.draft.logits(out.emitted)[-1]
         known = head.token_ids if count == 3 else torch.arange(VOCAB)
         assert drafted.dtype is torch.float32 and close(drafted[known], logits[-1])
         rest = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, known, False)
         assert torch.isinf(drafted[rest]).all()
-        given = torch.cat((given, out.behind[-1:]))
+        given = torch.cat((given, out.next_hidden[-1:]))
         out = rig.step(ids[end : end + 1], given[-1:], end) if end < 11 else out
 
 
@@ -185,8 +185,8 @@ def test_branches_of_a_draft_tree_do_not_see_each_other(head):
     for branch in range(2):
         path = [branch, 2 + branch]
         _, own = plain(head, torch.cat((ids, tokens[path])), torch.cat((given, fed[path])))
-        assert close(first.behind[branch], own[6])
-        assert close(second.behind[branch], own[7])
+        assert close(first.next_hidden[branch], own[6])
+        assert close(second.next_hidden[branch], own[7])
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -225,30 +225,30 @@ def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
     most = draft.steps
     made.scheduler.make_room(request, most + 1, 0)
     lengths = {}
-    for go_on in (0.0, 1e-9, 0.02, 1.0):
-        (tree,) = draft.propose([DraftRequest(request, PLAIN, most, most, go_on)])
-        lengths[go_on] = len(tree.token_ids)
+    for min_chance in (0.0, 1e-9, 0.02, 1.0):
+        (tree,) = draft.propose([DraftRequest(request, PLAIN, most, most, min_chance)])
+        lengths[min_chance] = len(tree.token_ids)
     assert lengths[0.0] == lengths[1e-9] == most and lengths[1.0] == 1, lengths
     assert 1 <= lengths[0.02] <= most
 
 
 def test_a_guess_more_is_worth_its_row_and_its_step():
     costs = Costs()
-    assert costs.go_on() == FIRST_CHANCE
+    assert costs.min_chance() == FIRST_CHANCE
     for cold in (9.0, 1.0, 1.0):
         costs.step(0, 4.0 * cold)
         costs.step(4, 6.0 * cold)
         costs.draft.add(3, 1.5 * cold)
     assert costs.row_s == pytest.approx(0.5), "cold times say nothing"
-    assert costs.go_on() == FIRST_CHANCE, "one depth says nothing of others"
+    assert costs.min_chance() == FIRST_CHANCE, "one depth says nothing of others"
     assert costs.first_s == pytest.approx(1.5), "and costs the same at any"
     for _ in range(9):
         costs.step(2, 5.0)
-    assert costs.go_on() == pytest.approx(0.5 / 4.0)
+    assert costs.min_chance() == pytest.approx(0.5 / 4.0)
     for _ in range(3):
         costs.draft.add(6, 2.4)
     assert costs.guess_s == pytest.approx(0.3), "three guesses more cost 0.9"
-    assert costs.go_on() == pytest.approx((0.3 + 0.5) / 4.0)
+    assert costs.min_chance() == pytest.approx((0.3 + 0.5) / 4.0)
     for rows, about in ((1, 1), (15, 15), (16, 16), (17, 16), (31, 30), (100, 96)):
         assert round_down(rows) == about
 

@@ -105,10 +105,10 @@ def test_what_a_step_brings_is_copied_to_the_host_and_a_chunk_brings_no_token(
     engine = Engine(EngineConfig(max_total_tokens=400, chunked_prefill_size=8), parts, overlap=True)
     engine.add(tiny.words(12, 1), SamplingParams(max_tokens=3, logprobs=2))
     engine.step()
-    assert engine._launched[0].fetched().chosen is None
+    assert engine._launched[0].fetch().chosen is None
     engine.step()
     (launched,) = engine._launched
-    there, here = launched.chosen, launched.fetched().chosen
+    there, here = launched.chosen, launched.fetch().chosen
     assert there is not None and there.logprobs and here is not None and here.logprobs
     for a, b in (
         (there.token_ids, here.token_ids),
@@ -121,12 +121,17 @@ def test_what_a_step_brings_is_copied_to_the_host_and_a_chunk_brings_no_token(
 def test_no_row_of_a_pad_is_left_whatever_the_width_of_a_state() -> None:
     """Three rows are emitted, and padded to four, of three columns each."""
     states = torch.arange(12.0).reshape(4, 3)
-    out = StepOutput(states, states, logits=states, behind=states)
-    one = StepOutput(states[:3], states).only(Real(requests=1, tokens=3, emits=3))
+    out = StepOutput(states, states, logits=states, next_hidden=states)
+    one = StepOutput(states[:3], states).without_pads(Real(requests=1, tokens=3, emits=3))
     assert len(one.emitted) == 3
-    every = out.only(Real(requests=1, tokens=2, emits=3))
-    assert [len(x) for x in (every.rows, every.emitted, every.logits, every.behind)] == [2, 3, 3, 3]
-    assert out.only(Real(requests=1, tokens=4, emits=4)) is out
+    every = out.without_pads(Real(requests=1, tokens=2, emits=3))
+    assert [len(x) for x in (every.rows, every.emitted, every.logits, every.next_hidden)] == [
+        2,
+        3,
+        3,
+        3,
+    ]
+    assert out.without_pads(Real(requests=1, tokens=4, emits=4)) is out
 
 
 def test_ids_below_zero_are_samples_of_the_step_before() -> None:

@@ -80,7 +80,7 @@ class Requests(RuleBasedStateMachine):
             values = [slots[int(a)] for a, _ in moves]
             for (_, to), value in zip(moves, values, strict=True):
                 slots[int(to)] = value
-        table.moved()
+        table.clear_moves()
 
     @precondition(lambda self: len(self.live) < 6)
     @rule()

@@ -74,7 +74,7 @@ class World:
             store.update(
                 (slot, self.key(r, p)) for slot, p in zip(slots, range(r.cached, end), strict=True)
             )
-        r.table.moved()
+        r.table.clear_moves()
         r.written = end
 
     def key(self, r: Live, p: int) -> object:
@@ -345,7 +345,7 @@ def test_every_tombstone_starts_the_count_again():
     w = World((LATENT, window(5, 2)), (20, 20))
     w.close(w.run(ids(11)))
     for end in (4, 8):
-        w.tree._lose(w.node(*ids(end)), 1, 1)
+        w.tree._drop_pages(w.node(*ids(end)), 1, 1)
     w.wipe()
     assert w.open(ids(11)).cached == 2, "two short runs of keys were counted as one long one"
     w.verify()
@@ -395,7 +395,7 @@ def test_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
 def test_what_is_lost_in_part_is_adopted_in_part():
     w = World((FULL, window(6, 2)), (20, 20))
     w.run(ids(9))
-    w.tree._lose(w.node(*ids(8)), 1, 1)
+    w.tree._drop_pages(w.node(*ids(8)), 1, 1)
     kept = list(w.node(*ids(8)).pages[1])
     writer = w.open(ids(9), limit=0)
     w.write(writer, 9)
@@ -436,7 +436,7 @@ def test_a_request_and_the_tree_do_not_share_a_list():
     r = w.open(ids(30))
     w.write(r, 20)
     assert len(w.node(*ids(4)).pages[0]) == 1
-    assert np.count_nonzero(w.pools[0].kept) == 2
+    assert np.count_nonzero(w.pools[0].tree_refs) == 2
     w.verify()
 
 
@@ -444,7 +444,7 @@ def test_a_request_and_the_tree_do_not_share_a_list():
 def test_one_length_for_all_windows(lost):
     w = World((LATENT, window(3, 2), window(7, 2)), (20, 20, 20))
     w.close(w.run(ids(13)))
-    w.tree._lose(w.node(*ids(8)), lost, 1)
+    w.tree._drop_pages(w.node(*ids(8)), lost, 1)
     w.wipe()
     r = w.open(ids(13))
     assert r.cached == {1: 12, 2: 6}[lost]
@@ -537,7 +537,7 @@ def test_a_drafts_block_waits_for_the_token_behind_it():
 def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
     w = World((FULL, window(6, 2)), (20, 40))
     w.close(w.run(ids(30)))
-    w.tree._lose(w.node(*ids(8)), 1, 2)
+    w.tree._drop_pages(w.node(*ids(8)), 1, 2)
     w.wipe()
     r = w.open(ids(30))
     assert r.cached == 28
@@ -563,9 +563,9 @@ def test_the_least_recently_used_goes_first_and_what_is_held_never():
 def test_room_is_made_in_all_groups_or_in_none():
     w = World((FULL, window(4, 4)), (10, 10))
     w.close(w.run(ids(20)))
-    before = [np.count_nonzero(pool.kept) for pool in w.pools]
+    before = [np.count_nonzero(pool.tree_refs) for pool in w.pools]
     assert not w.tree.make_room([9, 10])
-    assert [np.count_nonzero(pool.kept) for pool in w.pools] == before
+    assert [np.count_nonzero(pool.tree_refs) for pool in w.pools] == before
     assert w.tree.make_room([9, 9])
     assert [p.free for p in w.pools] == [9, 9]
 

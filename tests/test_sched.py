@@ -384,9 +384,9 @@ class World:
         s.check()
         for g, pool in enumerate(self.pools):
             if pool is not None:
-                assert pool.free + np.count_nonzero(pool.kept) == pool.num_pages - 1
+                assert pool.free + np.count_nonzero(pool.tree_refs) == pool.num_pages - 1
                 assert s.tree.available(g) == pool.num_pages - 1
-                assert not s.config.disable_radix_cache or not pool.kept.any()
+                assert not s.config.disable_radix_cache or not pool.tree_refs.any()
 
     def judge(self, request: Request) -> None:
         """Checks that a request and its siblings have the tokens, ends and scores they should
@@ -801,7 +801,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
             assert output(request) == want and request.finish == "stop"
             rows = sum(piece.new_len for step in w.steps for piece in pieces(step))
             assert rows == len(ask.prompt) + len(want), "one more than is needed"
-            cached = np.count_nonzero(w.pools[0].kept)
+            cached = np.count_nonzero(w.pools[0].tree_refs)
             assert cached == (len(ask.prompt) + len(want) - 1) // 4, "the last key is not cached"
             w.settle()
             return

@@ -387,7 +387,7 @@ def test_a_clock_that_stands_still_or_goes_back_measures_nothing():
     for seconds in (0.0, -1.0, 0.0, 0.0):
         seen.step(0, seconds)
         seen.step(4, seconds)
-    assert not seen.plain.known and not seen.wide.known
+    assert not seen.plain.known and not seen.verify.known
     for _ in range(SEEN):
         seen.step(0, 1.0)
         seen.step(0, 0.0)
@@ -412,7 +412,7 @@ def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs
         seen.step(2, 1.5 + 0.2)
         seen.draft.add(2, 0.25 + 0.4)
     assert seen.row_s == pytest.approx(0.1) and seen.guess_s == pytest.approx(0.2)
-    assert seen.first_s == pytest.approx(0.75) and seen.go_on() == pytest.approx(0.3)
+    assert seen.first_s == pytest.approx(0.75) and seen.min_chance() == pytest.approx(0.3)
     each = 5 * 0.3 + 0.75  # the cost of a draft, in tokens
     assert seen.pays([right(each / 5 + 0.01)]) == [True]
     assert seen.pays([right(each / 5 - 0.01)]) == [False]
@@ -514,7 +514,7 @@ def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself
     for _ in range(50):
         all_of_them.verified(drafts=1, guesses=4, tried=1, right=0)
     all_of_them.rests(settled=100)
-    new = all_of_them.other()
+    new = all_of_them.for_new_request()
     assert new.rate == pytest.approx(all_of_them.rate) and new.rate < 0.05
     assert (new.rest, new.rests_until) == (2 * REST, 100 + REST)
     new.verified(drafts=1, guesses=4, tried=4, right=4)

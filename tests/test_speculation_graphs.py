@@ -98,7 +98,7 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
         assert all(replays[kind] > 0 for kind in kinds), replays
         if overlap and how is not TREE and asked is ASKED:  # a GPU captures these at start
             widths, new = engine.runner.buckets.widths, {*engine.runner.tapes} - captured
-            late = [each.called for each in new if captures(each.bucket, widths)]
+            late = [each.step_name for each in new if captures(each.bucket, widths)]
             assert not {*late} & {DRAFT, EXTEND, VERIFY}, late
 
 
@@ -289,14 +289,14 @@ def test_the_next_chains_are_made_before_a_verify_is_settled_and_are_the_same(ho
         draft = engine.speculation.draft
         if not early:
             draft.launched = lambda *_: None
-        taken = draft._taken
+        taken = draft._take_early_chains
 
         def watched(*given: Any, taken: Any = taken) -> Any:
             trees = taken(*given)
             used.append(trees is not None)
             return trees
 
-        draft._taken = watched
+        draft._take_early_chains = watched
         found.append(answers(engine, ASKED))
     assert [each[:2] for each in found[0][0]] == [each[:2] for each in found[1][0]]
     assert found[0][1] == found[1][1], "as many guesses, as many of them right"

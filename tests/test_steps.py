@@ -141,7 +141,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
             want.token_ids,
             want.finish_reason,
         )
-        assert job.news()[-1].token_ids == want.token_ids
+        assert job.new_chunks()[-1].token_ids == want.token_ids
         rows.append(sum(seen))
         cached.append([pool.kept.sum() for pool in made.scheduler.tree.groups.values()])
         assert interrupt.check_idle(made) == []
@@ -327,7 +327,7 @@ def test_text_is_made_without_a_lock_on_the_engine(monkeypatch):
     job, text = made.add(PROMPT, PARAMS), ""
     while made.busy:
         made.step()
-        chunks, _ = made.news(job)
+        chunks, _ = made.new_chunks(job)
         text += "".join(chunk.text for chunk in chunks)
     assert len(seen) == PARAMS.max_tokens and not any(seen)
     monkeypatch.undo()
@@ -395,7 +395,7 @@ def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
     if read == "output":
         assert job.output("").completions[0].finish_reason == "abort", "it had not ended"
     else:
-        told = [*job.news(), *job.news()]
+        told = [*job.new_chunks(), *job.new_chunks()]
         assert "".join(chunk.text for chunk in told) == "".join(job.completions[0].pieces)
         assert [chunk.finish_reason for chunk in told] == [None, "length"]
     assert interrupt.bits(job.output("")) == want

@@ -145,15 +145,15 @@ class Prefix:
                 raise RuleError("every hold has a holder", got, OUR_BUG)
             order = set(self._order.get(g, ()))
             marks = np.bincount(np.array(kept, np.int64), minlength=pool.num_pages)
-            if order != {n for n in nodes if n.pages[g]} or (marks != pool.kept).any():
+            if order != {n for n in nodes if n.pages[g]} or (marks != pool.tree_refs).any():
                 found = f"group {g}: {len(kept)} pages in {len(nodes)} nodes"
-                got = f"{found}, {int(pool.kept.sum())} kept, {len(order)} ordered"
+                got = f"{found}, {int(pool.tree_refs.sum())} kept, {len(order)} ordered"
                 raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
             lens = {len(n.pages[g]) for n in nodes if n.end and g in self._groups_of(n)}
             spec = self.specs[g]
             if spec.window is None and lens - {self.unit // spec.page_size}:
                 raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
-        if any(map(self._useless, nodes)):
+        if any(map(self._is_prunable, nodes)):
             raise RuleError("a leaf that cannot be matched is removed", "one that is not", OUR_BUG)
 
     def _child(self, node: Node, key: Ids | Root, end: int) -> Node:
@@ -222,11 +222,11 @@ class Prefix:
         if self.specs[g].window is None:
             return False
         pool, pages = self.groups[g], node.pages[g]
-        idle = [k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]]
-        self._lose(node, g, max(idle, default=0))  # and all pages before it
+        idle = [k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.tree_refs[page]]
+        self._drop_pages(node, g, max(idle, default=0))  # and all pages before it
         return bool(idle)
 
-    def _lose(self, node: Node, g: int, count: int) -> None:
+    def _drop_pages(self, node: Node, g: int, count: int) -> None:
         """Removes the first `count` pages of a node's group g from the tree."""
         gone, node.pages[g] = node.pages[g][:count], node.pages[g][count:]
         self.groups[g].drop(gone)
@@ -235,16 +235,16 @@ class Prefix:
 
     def _remove(self, node: Node) -> None:
         for g in self.groups:
-            self._lose(node, g, len(node.pages[g]))
+            self._drop_pages(node, g, len(node.pages[g]))
         del node.parent.children[node.key]
 
     def _prune(self, node: Node) -> None:
         """Removes leaves at which no match can end, from `node` upwards."""
-        while self._useless(node):
+        while self._is_prunable(node):
             self._remove(node)
             node = node.parent
 
-    def _useless(self, node: Node) -> bool:
+    def _is_prunable(self, node: Node) -> bool:
         if node.children or node.locks:
             return False
         seen = [g for g in self._groups_of(node) if keep_from(self.specs[g], node.end) < node.end]

@@ -31,10 +31,10 @@ class PagePool:
         self.num_pages = num_pages
         self.refs = np.zeros(num_pages, np.int32)
         self.refs[NULL_PAGE] = 1
-        self.kept = np.zeros(num_pages, np.int32)
+        self.tree_refs = np.zeros(num_pages, np.int32)
         self.idle = 0  # pages that the prefix tree alone holds
         # the same memory: reading a single entry is much faster this way
-        self._holds, self._kept = self.refs.data, self.kept.data
+        self._holds, self._tree_refs = self.refs.data, self.tree_refs.data
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -59,7 +59,7 @@ class PagePool:
             if holds[page] < 1 or page == NULL_PAGE:
                 got = f"page {page} with {holds[page]} holds"
                 raise RuleError("only a held page can be shared", got, "Take it first")
-            self.idle -= holds[page] == self._kept[page]
+            self.idle -= holds[page] == self._tree_refs[page]
             holds[page] += 1
 
     def give(self, pages: Iterable[int]) -> list[int]:
@@ -72,7 +72,7 @@ class PagePool:
             holds[page] -= 1
             if holds[page] == 0:
                 freed.append(page)
-            elif holds[page] == self._kept[page]:
+            elif holds[page] == self._tree_refs[page]:
                 self.idle += 1
         self._free += freed
         return freed
@@ -81,21 +81,21 @@ class PagePool:
         """Adds the prefix tree's hold to pages that are held already."""
         self.share(pages)
         for page in pages:
-            self._kept[page] += 1
-            self.idle += self._holds[page] == self._kept[page]
+            self._tree_refs[page] += 1
+            self.idle += self._holds[page] == self._tree_refs[page]
 
     def drop(self, pages: Sequence[int]) -> None:
         for page in pages:
-            if self._kept[page] < 1:
+            if self._tree_refs[page] < 1:
                 raise RuleError("the tree drops what it keeps", f"page {page}", OUR_BUG)
-            self.idle -= self._holds[page] == self._kept[page]
-            self._kept[page] -= 1
+            self.idle -= self._holds[page] == self._tree_refs[page]
+            self._tree_refs[page] -= 1
         self.give(pages)
 
     def check(self) -> None:
         """Raises unless free + held = all, no page is both, and `idle` counts the idle pages."""
         held = int(np.count_nonzero(self.refs)) - 1
-        idle = int(np.count_nonzero((self.kept > 0) & (self.kept == self.refs)))
+        idle = int(np.count_nonzero((self.tree_refs > 0) & (self.tree_refs == self.refs)))
         if idle != self.idle:
             raise RuleError(f"{idle} pages are idle", f"{self.idle} counted", OUR_BUG)
         both = any(self.refs[page] for page in self._free)
@@ -296,7 +296,7 @@ class PageTable:
             self._views[groups] = tuple([self.pages(g) for g in groups])
         return self._views[groups]
 
-    def moved(self, groups: Sequence[int] | None = None) -> None:
+    def clear_moves(self, groups: Sequence[int] | None = None) -> None:
         """Clears the moves of these groups, or of all: a step has carried them out."""
         for g, pool in self.groups.cached if self.pending else ():
             if groups is None or g in groups:

@@ -185,7 +185,7 @@ class AttentionHarness(Judgement):
             self.note("rules", spoilt.unnoticed(plan, pool_pages))
         self.note("guards", self.guarded.damage())
         for act in computes:
-            self.tables[act.request].moved()
+            self.tables[act.request].clear_moves()
 
     def compute(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
         """Runs a step and returns its plan; `results` receives the output of each layer."""

@@ -68,7 +68,7 @@ class MatrixTable:
         on_card = device is None or device.name == "cuda"
         return (*self.features, *self.gpu_features) if on_card else self.features
 
-    def asked(self, feature: Any) -> list[Recipe]:
+    def recipes_of(self, feature: Any) -> list[Recipe]:
         return [recipe for recipe in self.recipes if recipe.applies_to(feature)]
 
 
@@ -158,7 +158,7 @@ class Result:
 def cells(backends: Sequence[str], device: Device = CPU) -> list[Cell]:
     """Returns every applicable cell on a device, in the order of the matrix."""
     asked = [(table, f) for table in TABLES for f in table.features_of(device)]
-    pairs = [(r.name, f.name) for table, f in asked for r in table.asked(f)]
+    pairs = [(r.name, f.name) for table, f in asked for r in table.recipes_of(f)]
     return [Cell(backend, recipe, feature) for recipe, feature in pairs for backend in backends]
 
 

@@ -75,7 +75,7 @@ class InstrumentedEngine(Engine):
         if step.kind.name == GENERATE:
             self._note(step)
         plan = super()._plan(step)
-        self.seen["pad_rows"] += self.runner.padded(plan).bucket.tokens - plan.real.tokens
+        self.seen["pad_rows"] += self.runner.pad_plan(plan).bucket.tokens - plan.real.tokens
         return plan
 
     def _result(self, launched: Launched) -> Any:
@@ -92,7 +92,8 @@ class InstrumentedEngine(Engine):
     def _note(self, step: ScheduledStep) -> None:
         batch, tree, running = step.batch, self.scheduler.tree, len(self.scheduler.running)
         limit, before = self.config.max_running_requests, self.cached
-        self.cached = Counter({g: (pool.kept > 0).sum().item() for g, pool in tree.groups.items()})
+        counts = {g: np.count_nonzero(pool.tree_refs) for g, pool in tree.groups.items()}
+        self.cached = Counter(counts)
         self.seen["evicted_pages"] += (before - self.cached).total()
         self.seen["above_limit"] += max(running, len(batch.rows)) > limit
         self.seen["held_back"] += running == limit and bool(self.scheduler.waiting)
@@ -214,7 +215,7 @@ class EngineHarness(Judgement):
             if len(streams) == len(orders) and not engine.busy:
                 break
             while len(streams) < len(orders) and orders[len(streams)].at <= step:
-                streams[orders[len(streams)].given_to(engine)] = []
+                streams[orders[len(streams)].add_to(engine)] = []
             for job, order in zip(streams, orders, strict=False):
                 if order.abort == step and not job.done:
                     engine.abort(job)
@@ -231,7 +232,7 @@ class EngineHarness(Judgement):
             except RuleError as error:
                 self.note("pages", [str(error)])
             for i, (job, stream) in enumerate(streams.items()):
-                stream.extend(job.news())
+                stream.extend(job.new_chunks())
                 if job.done and i not in self.ended:
                     self.ended.append(i)
         else:
@@ -246,7 +247,8 @@ class EngineHarness(Judgement):
         above, limit = engine.seen["above_limit"], engine.config.max_running_requests
         fault = f"{above} steps with more than {limit} requests"
         self.check("limit", not above, fault, f"never more than {limit} at once")
-        kept = sum((pool.kept > 0).sum().item() for pool in engine.scheduler.tree.groups.values())
+        tree_pools = engine.scheduler.tree.groups.values()
+        kept = sum(np.count_nonzero(pool.tree_refs) for pool in tree_pools)
         if engine.config.disable_radix_cache:
             self.check("asked", not kept, f"{kept} pages are kept")
         dtype, pools = engine.config.kv_cache_dtype, filter(None, engine.runner.pools)

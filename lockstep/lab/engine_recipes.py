@@ -1,6 +1,6 @@
 """The recipes of the engine's cells: what may happen to a request in a serving engine without
 changing a bit of its answer, and options that must take effect or be refused. They are entries of
-engine_recipes.toml, whose stories `play_recipe` plays; what needs more than stories is a function here.
+engine_recipes.toml, whose stories `play_recipe` plays; other needs are functions here.
 
 The harness compares every request with its recomputation; a recipe checks what else must be true.
 Lengths are one below, at and above a page. An option that is dropped on the way changes no bit and
@@ -124,7 +124,7 @@ class Story:
     def _refused(self, rig: EngineHarness, order: StoryRequest, engine: InstrumentedEngine) -> None:
         """Checks that the engine refuses an order that is too large, by its rule."""
         try:
-            order.given_to(engine)
+            order.add_to(engine)
             engine.finish()
             rig.note(self.name, [f"nobody said that {self.rule}"])
         except Exception as error:  # any error but the rule's is a fault

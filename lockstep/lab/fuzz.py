@@ -136,7 +136,7 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
     mine.note("value", mine.values.verdict().faults)
     happened = Counter(traces=1, adaptive_traces=trace.adaptive) + mine.counters
     happened[f"with {' + '.join(trace.switches) or 'nothing switched on'}"] += 1
-    return mine.in_words(), happened
+    return mine.fault_lines(), happened
 
 
 def shrunk(trace: Trace, mine: EngineHarness) -> Trace:

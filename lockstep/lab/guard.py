@@ -56,7 +56,7 @@ class Judgement:
         missed = [f"{name} is 0" for name in names if not self.counters[name]]
         self.note("paths", missed, ", ".join(names))
 
-    def in_words(self) -> list[str]:
+    def fault_lines(self) -> list[str]:
         """Returns every fault, as "property: fault"."""
         return [f"{name}: {fault}" for name, faults in self.faults.items() for fault in faults]
 

@@ -100,7 +100,7 @@ def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
             failed.append(f"* failed: `{cell}`")
     if len(set(mine.values())) == 1 and refused:
         return [f"* refused: the whole table: {next(iter(refused))[1]}"]
-    asked = {f.name: len(table.asked(f)) for f in table.features}
+    asked = {f.name: len(table.recipes_of(f)) for f in table.features}
     lines = []
     for (feature, reason), recipes in refused.items():
         where = "" if len(recipes) == asked[feature] else f" in {', '.join(recipes)}"

@@ -42,7 +42,7 @@ class StoryRequest:
     items: tuple[Ids, ...] = ()  # wants log-probabilities of these after the prompt
     generated: tuple[float, ...] = ()  # as generated before: of its last tokens, or first item
 
-    def given_to(self, engine: Engine) -> Generation:
+    def add_to(self, engine: Engine) -> Generation:
         if self.items:
             return engine.add_items(self.prompt, self.items)
         return engine.add(

@@ -54,7 +54,7 @@ class Watched(AttentionHarness):
         self.faults = {}
         super()._launch(computes, groups)
         launch = self.told[-1]["launches"][-1]
-        launch["faults"] = self.in_words()
+        launch["faults"] = self.fault_lines()
         owners = [act.request for act in computes for _ in act.uids]
         rows = list(zip(self.step_uids, owners, launch["arrays"]["positions"], strict=False))
         for g in groups:
@@ -126,7 +126,7 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
 
     rig.watchers.append(see)
     recipe.play(rig, True)
-    acts = [{"act": "end", "found": rig.in_words()}]
+    acts = [{"act": "end", "found": rig.fault_lines()}]
     return [*told, {"step": len(told), "acts": acts, "launches": []}]
 
 

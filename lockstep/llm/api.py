@@ -115,7 +115,7 @@ class LLM:
             generation = self.engine.add(ids, params, priority=priority, caller=caller)
             done = False
             while not done:
-                chunks, done = self.engine.news(generation)
+                chunks, done = self.engine.new_chunks(generation)
                 yield from chunks
                 if not chunks and not done:
                     self.engine.step()

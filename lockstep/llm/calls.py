@@ -56,13 +56,13 @@ class Turn:
     served. The queue is a plain list, whose operations are atomic. The turn is over when the block
     is left, or when the function around it has ended, by an interrupt or with its thread."""
 
-    __slots__ = ("bell", "frame", "queue", "thread")
+    __slots__ = ("frame", "queue", "thread", "wakeup")
 
     def __init__(self, queue: list["Turn"]) -> None:
         self.queue = queue
         self.thread = threading.get_ident()
         self.frame: FrameType | None = sys._getframe(1)
-        self.bell: threading.Lock | None = None
+        self.wakeup: threading.Lock | None = None
 
     def __enter__(self) -> None:
         self.queue.append(self)
@@ -74,14 +74,14 @@ class Turn:
         with suppress(ValueError):
             self.queue.remove(self)
         for head in self.queue[:1]:
-            if head.bell is not None:
+            if head.wakeup is not None:
                 with suppress(RuntimeError):  # already rung
-                    head.bell.release()
+                    head.wakeup.release()
 
     def _wait(self) -> None:
-        """Waits until it is first in the queue. A missed bell costs PATIENCE_S, not the turn."""
-        self.bell = threading.Lock()
-        self.bell.acquire()
+        """Waits until it is first in the queue. A missed wakeup costs PATIENCE_S, not the turn."""
+        self.wakeup = threading.Lock()
+        self.wakeup.acquire()
         while (head := self.queue[0]) is not self:
             if head.frame is None or head.frame not in executing():
                 with suppress(ValueError):
@@ -92,7 +92,7 @@ class Turn:
                 got = "a second one from inside the first: from a signal handler, or a finaliser"
                 raise RuleError(rule, got, "Make it when the first has returned")
             else:
-                self.bell.acquire(timeout=PATIENCE_S)
+                self.wakeup.acquire(timeout=PATIENCE_S)
 
 
 class Caller:

@@ -172,7 +172,7 @@ class Engine:
         self._launched: list[Launched] = []  # not settled yet, in order
         self._rows: WeakKeyDictionary[Batch, SampledRows] = WeakKeyDictionary()
         self._callers: set[Caller | None] = set()  # of generations, some of which have left
-        self._held = False  # every request of the last launched step waits for it to settle
+        self._all_held = False  # every request of the last launched step waits for it to settle
         # the result of a step that has happened, until it is written to its generations
         self._settled: StepResult | None = None
         if graphs and self.on_gpu and GENERATE in self.kinds:
@@ -184,7 +184,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is unfinished; abandoned ones do not count."""
         with Turn(self._turns):
-            self._tidy(thorough=True)
+            self._clean_up(thorough=True)
             return bool(self.generations)
 
     def add(
@@ -205,7 +205,7 @@ class Engine:
         only within a `tenant`. Generation continues after the tokens that every completion already
         has (`generated`). A generation is identified by `request_id` and dropped when its `caller`
         is gone; without a caller it stays until it ends or is aborted."""
-        ids, source = self._placed(self._checked(prompt_ids))
+        ids, source = self._split_prompt(self._check_prompt(prompt_ids))
         (params,) = prompts.params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
         scored = params.top_prompt_logprobs is not None
@@ -220,13 +220,13 @@ class Engine:
                 rule = f"{what} is named by a string"
                 raise RuleError(rule, format_value(name), "Leave it out where there is one")
         room = self.context_length - len(ids)
-        new = 0 if embed or scores_only else params.new_len(room)
+        new = 0 if embed or scores_only else params.max_new_len(room)
         if new > room:
             rule = f"prompt and new tokens fit into the context of {self.context_length}"
             remedy = f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt"
             raise RuleError(rule, f"{len(ids)} + {new}", remedy)
         first = "0 is everybody's, a higher one goes first"
-        known = self._known(generated, params, new)
+        known = self._check_generated(generated, params, new)
         speculative = self.speculation is not None and params.speculative and new > 1
         spec = RequestSpec(
             prompt=ids,
@@ -251,8 +251,8 @@ class Engine:
         caller: Caller | None = None,
     ) -> Generation:
         """Queues one prompt and the continuations whose log-probabilities are wanted."""
-        ids, source = self._placed(self._checked(prompt_ids))
-        given = tuple(self._checked(item) for item in prompts.items(items))
+        ids, source = self._split_prompt(self._check_prompt(prompt_ids))
+        given = tuple(self._check_prompt(item) for item in prompts.items(items))
         longest = max(map(len, given), default=0)
         if not given or len(ids) + longest > self.context_length:
             fit = f"prompt and item fit into the context of {self.context_length}"
@@ -261,7 +261,9 @@ class Engine:
         spec = RequestSpec(ids, 0, encoder_ids=source, items=given, request_id=self._free_id())
         return self._take(spec, ITEM, caller)
 
-    def _known(self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int) -> Known:
+    def _check_generated(
+        self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int
+    ) -> Known:
         """Returns the tokens that were `generated` before, checked; () if there are none."""
         form = ("tokens already generated are a list of ids per completion", "Pass [[id, ...]]")
         each = [prompts.elements(ids, *form) for ids in prompts.elements(generated, *form)]
@@ -283,7 +285,7 @@ class Engine:
         self, spec: RequestSpec, params: SamplingParams, caller: Caller | None, known: Known = ()
     ) -> Generation:
         with Turn(self._turns):
-            self._tidy()
+            self._clean_up()
             self.scheduler.refuse(spec)
             if spec.request_id in self.generations:
                 rule = "a request that is not done has its id for itself"
@@ -292,16 +294,16 @@ class Engine:
             text = (self.tokenizer, self.info.eos_token_ids)
             generation = Generation(params, request, text, caller)
             if known:
-                generation.go_on(known)
+                generation.continue_from(known)
             if not generation.done:
                 self._changing = True
-                self.scheduler.resume(generation.resumed())
+                self.scheduler.resume(generation.requests_to_resume())
                 self.generations[spec.request_id] = generation
                 self._callers.add(caller)
                 self._changing = False
             return generation
 
-    def _placed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _split_prompt(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns (the decoder's first tokens, the encoder's source or ())."""
         if ENCODE not in self.kinds:
             return ids, ()
@@ -316,15 +318,15 @@ class Engine:
         generation.caller = GONE
         with Turn(self._turns):
             self._callers.add(GONE)
-            self._tidy()
+            self._clean_up()
 
     def step(self) -> list[Generation]:
         """Runs one step. Returns the generations that it touched; finished ones have left."""
         with Turn(self._turns), nullcontext() if self.on_gpu else engine_turn():
-            self._tidy()
+            self._clean_up()
             self._changing = True
             with pause_gc():  # the device is idle until the next launch
-                touched = self._settle(0) if self._held else []
+                touched = self._settle(0) if self._all_held else []
                 step = self._schedule()
                 if step is not None:
                     self.scheduler.advance(step)
@@ -335,17 +337,17 @@ class Engine:
             self._changing = False
         return self._publish(touched)
 
-    def news(self, generation: Generation) -> tuple[list[Chunk], bool]:
+    def new_chunks(self, generation: Generation) -> tuple[list[Chunk], bool]:
         """Returns a generation's new output since the last call, and whether it is complete."""
         generation.publish()  # without a lock on the engine
         with Turn(self._turns):
-            self._tidy()
-            return generation.news(), generation.done
+            self._clean_up()
+            return generation.new_chunks(), generation.done
 
     def check(self) -> None:
         """Raises unless every page is free, cached, or held by a live request."""
         with Turn(self._turns):
-            self._tidy(thorough=True)
+            self._clean_up(thorough=True)
             self.scheduler.check()
 
     # -- one step
@@ -372,7 +374,7 @@ class Engine:
             launched = replace(launched, guesses=self.runner.sampled[GUESSES:-least].clone())
         if self.overlap and launched.chosen is not None:
             self.runner.keep(launched.first_ids(launched.chosen))
-        return launched.fetched() if self.on_gpu else launched
+        return launched.fetch() if self.on_gpu else launched
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.work)
@@ -380,7 +382,7 @@ class Engine:
     def _look_ahead(self, launched: Launched) -> None:
         """Holds the requests that are drafted next; the draft may start on the launched step."""
         if self.speculation is not None:
-            self._held = self.overlap and self.speculation.hold(launched.step)
+            self._all_held = self.overlap and self.speculation.hold(launched.step)
             self.speculation.launched(self.scheduler, launched.step, launched.hidden)
 
     def _sample(
@@ -493,7 +495,7 @@ class Engine:
 
     # -- between calls
 
-    def _tidy(self, thorough: bool = False) -> None:
+    def _clean_up(self, thorough: bool = False) -> None:
         """Recovers half-changed state and drops abandoned generations. A sole caller is the one
         that calls now: it is checked only if `thorough`."""
         if self._changing:
@@ -522,7 +524,7 @@ class Engine:
         generations = {name: each for name, each in self.generations.items() if not each.done}
         scheduler = self._new_scheduler(self.scheduler.arrivals)
         for generation in generations.values():
-            scheduler.resume(generation.resumed())
+            scheduler.resume(generation.requests_to_resume())
         scheduler.counters.update(self.scheduler.counters, recovered=1)
         if self.speculation is not None:
             self.speculation.forget()
@@ -545,7 +547,7 @@ class Engine:
         pools = [PagePool(n) if n else None for n in self._num_pages]
         return Scheduler(self.kinds, pools, self.config, arrivals)
 
-    def _checked(self, prompt_ids: prompts.Prompt) -> tuple[int, ...]:
+    def _check_prompt(self, prompt_ids: prompts.Prompt) -> tuple[int, ...]:
         ids = prompts.token_ids(prompt_ids, self.info.vocab_size)
         if not ids:
             rule = "a prompt has at least one token"

@@ -86,7 +86,7 @@ class CompletionState:
         if finish is not None and len(self.pieces) == len(token_ids):
             self._flush()
 
-    def frozen(self, finish: str | None) -> Completion:
+    def to_completion(self, finish: str | None) -> Completion:
         """Freezes it. `finish` is its end as read before `publish`; None counts as "abort"."""
         logprobs, top_logprobs = columns(self.scores, self.params.top_logprobs)
         return Completion(
@@ -155,7 +155,7 @@ class Generation:
             for completion in self.completions:
                 completion.publish()
 
-    def news(self) -> list[Chunk]:
+    def new_chunks(self) -> list[Chunk]:
         """Returns the output since the last call, a chunk per completion that has any."""
         ends = [completion.finish for completion in self.completions]  # read before `publish`
         self.publish()
@@ -175,7 +175,7 @@ class Generation:
         for completion in self.completions:
             completion.end(reason)
 
-    def go_on(self, generated: Sequence[tuple[int, ...]]) -> None:
+    def continue_from(self, generated: Sequence[tuple[int, ...]]) -> None:
         """Starts every completion with these tokens; their log-probabilities are computed again."""
         for completion, token_ids in zip(self.completions, generated, strict=True):
             kept, completion.over = completion.accept(token_ids).cut(completion.most)
@@ -187,7 +187,7 @@ class Generation:
             if completion.over is not None and completion.params.top_logprobs is None:
                 completion.end(completion.over)
 
-    def resumed(self) -> list[Request]:
+    def requests_to_resume(self) -> list[Request]:
         """Rebuilds its requests from the written output alone, as if all had been preempted."""
         spec, scored = self.request.spec, len(self.prompt_scores)
         unfinished = [(i, each) for i, each in enumerate(self.completions) if each.finish is None]
@@ -195,7 +195,7 @@ class Generation:
         made = [Request(spec, self.request.arrival)]
         # the prompt was computed to its end: every completion has a first token or score
         if first.finish is not None or (first.scores if first.given else first.token_ids):
-            made = [self._resumed(index, completion) for index, completion in unfinished]
+            made = [self._resumed_request(index, completion) for index, completion in unfinished]
         for request in made:
             request.hit_len = self.request.hit_len
             if len(made) > 1:
@@ -205,7 +205,7 @@ class Generation:
         self.request = made[0]
         return made
 
-    def _resumed(self, index: int, completion: CompletionState) -> Request:
+    def _resumed_request(self, index: int, completion: CompletionState) -> Request:
         """Rebuilds the request of a completion whose prompt was computed to its end. Tokens that
         still lack log-probabilities are scored; a completion that is over has no other work."""
         spec, scored = self.request.spec, len(completion.scores)
@@ -231,7 +231,7 @@ class Generation:
         logprobs, top_logprobs = columns(scores, self.params.top_prompt_logprobs)
         return Output(
             prompt_token_ids=self.request.spec.encoder_ids or self.prompt_ids,
-            completions=tuple(map(CompletionState.frozen, self.completions, ends)),
+            completions=tuple(map(CompletionState.to_completion, self.completions, ends)),
             seed=self.params.seed,
             cached_tokens=self.request.hit_len or 0,
             fingerprint=fingerprint,

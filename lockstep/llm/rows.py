@@ -139,7 +139,7 @@ class Launched:
             return chosen.token_ids
         return chosen.token_ids[to_device(torch.tensor(self.rows.firsts), chosen.token_ids.device)]
 
-    def fetched(self) -> Launched:
+    def fetch(self) -> Launched:
         """Starts the copies of its results to the host, and waits for none of them."""
         embeddings = None if self.embeddings is None else on_host(self.embeddings)
         scored = [s._replace(logprobs=Logprobs(*map(on_host, s.logprobs))) for s in self.scored]

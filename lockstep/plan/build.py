@@ -66,7 +66,7 @@ class GroupTables:
         if len(scratch) or len(moves):
             self.others[i] = pages
 
-    def live(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
+    def flatten(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
         """Returns (page_ids, page_indptr): per request, the pages that cover its `lens` keys of
         `size` per page, then its scratch pages; page_ids is padded with the null page."""
         counts = (lens - self.first_pos + np.int32(size - 1)) // np.int32(size)
@@ -356,7 +356,7 @@ def _group(g: int, all_tables: PageTables, work: BatchWork, rows: Rows) -> Paged
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
     lens = kv_lens(spec, work, rows)
-    page_ids, page_indptr = tables.live(spec.page_size, lens)
+    page_ids, page_indptr = tables.flatten(spec.page_size, lens)
     first_pos, tails = tables.first_pos.copy(), tail_slots(spec, g, work, rows)
     writes = write_slots(spec, work, rows, (page_ids, page_indptr, first_pos, tails))
     moves = [pages.moves for _, pages in sorted(tables.others.items())]

@@ -79,7 +79,7 @@ class ImageLayout:
         return tuple(out)
 
     def rows(self, image: Any) -> list[Any]:
-        """Returns ids, q_indptr, positions, start (of groups with `has_slot_lists`), tail_indptr, emit."""
+        """Returns ids, q_indptr, positions, start (if `has_slot_lists`), tail_indptr, emit."""
         return [image[begin:end] for begin, end in self._places[0]]
 
     def _group_sizes(self, g: int) -> tuple[int, ...]:

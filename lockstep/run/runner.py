@@ -59,17 +59,19 @@ class StepOutput(NamedTuple):
     states: Any = None  # [T, n * d] after its n `hidden_layers`; numpy for float32 on a CPU
     logits: Tensor | None = None  # [S, vocab] of emitted rows, if settings were given
     sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and sampler states
-    behind: Tensor | None = None  # [S, d] for a draft: the state that the next rows read
+    next_hidden: Tensor | None = None  # [S, d] for a draft: the state that the next rows read
     guesses: tuple[Guess, ...] = ()  # of a chain with a plan
 
-    def only(self, real: Real) -> StepOutput:
+    def without_pads(self, real: Real) -> StepOutput:
         """Returns the output without the rows of pads."""
         if (self.rows.shape[0], self.emitted.shape[0]) == (real.tokens, real.emits):
             return self
         out = self._replace(rows=self.rows[: real.tokens], emitted=self.emitted[: real.emits])
         if self.logits is not None:
             out = out._replace(logits=self.logits[: real.emits])
-        return out if self.behind is None else out._replace(behind=self.behind[: real.emits])
+        if self.next_hidden is not None:
+            out = out._replace(next_hidden=self.next_hidden[: real.emits])
+        return out
 
 
 class BoundRows(NamedTuple):
@@ -121,7 +123,7 @@ class Signature:
         return self.buckets[0]
 
     @property
-    def called(self) -> str:
+    def step_name(self) -> str:
         """Its kind; `verify` where the target samples several rows of every request."""
         several = self.bucket.width > 1 and self.bucket.emits == self.bucket.tokens
         return VERIFY if self.kind.name == GENERATE and several else self.kind.name
@@ -167,7 +169,7 @@ class Runner:
         self.every, self._room = every and self.studio is None, TapeMemory()
         self.warmth = PLAIN  # of the last launch: PLAIN, COLD or REPLAYED
         self._seen = Counter[Signature]()  # occurrences of launches that a CPU has not recorded
-        self.replays = Counter[str]()  # replayed launches, by `Signature.called`
+        self.replays = Counter[str]()  # replayed launches, by `Signature.step_name`
         self._layout = lru_cache(LAYOUTS)(lambda kind, b: layout_of(b, kind.specs, backend))
 
     def run(
@@ -185,7 +187,7 @@ class Runner:
         if chain and not chain.plan and not len(self.sampled):
             rule = "a chain without a plan keeps its guesses, for a step that is settled late"
             raise RuleError(rule, "a runner without overlap", "Give the chain a plan, or overlap")
-        plan = self.padded(plan)
+        plan = self.pad_plan(plan)
         if not (chain and chain.plan):
             self.check(plan, kind)
         if self.studio and any(plan.bucket.moves):
@@ -198,15 +200,17 @@ class Runner:
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, for ids that name samples, `sampled`."""
-            rows, *later = [self._bound(part, image) for part in parts]
+            rows, *later = [self._bind(part, image) for part in parts]
             if chain is None:
-                return self._computed(rows)
-            return self._followed(rows, later[0], chain) if later else self._guessed(rows, chain)
+                return self._compute(rows)
+            if later:
+                return self._draft_from_plan(rows, later[0], chain)
+            return self._draft_in_place(rows, chain)
 
         narrow = self.widths if self.studio else range(1, NARROW + 1)
         self.warmth = PLAIN
         if not (self.graphs and (self.every or captures(plan.bucket, narrow))):
-            return launch().only(plan.real)
+            return launch().without_pads(plan.real)
         buffers = [planner_buffers(part, image, self.backend) for part in parts]
         signature = Signature(
             buckets=tuple([part.layout.bucket for part in parts]),
@@ -217,7 +221,7 @@ class Runner:
             cuts=how.cuts if how else None,
             chain=chain and chain._replace(plan=None),
         )
-        return self._recorded(signature, launch).only(plan.real)
+        return self._replay_or_record(signature, launch).without_pads(plan.real)
 
     def _load(
         self, steps: Sequence[tuple[StepPlan, Ids, StepKind]], how: Settings | None, wider: int
@@ -241,7 +245,7 @@ class Runner:
         image = self.arena.load(bounds[-1])
         return parts, image.numpy() if image.device.type == "cpu" else image
 
-    def _bound(self, part: Part, image: Any) -> BoundRows:
+    def _bind(self, part: Part, image: Any) -> BoundRows:
         """Binds a step of the arena and carries out its plan's moves."""
         own, layout = image[part.place], part.layout
         pools = [self.pools[g] for g in part.kind.groups]
@@ -262,7 +266,7 @@ class Runner:
             pools = [self.pools[g] for g in kind.groups]
             check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
 
-    def _computed(self, rows: BoundRows) -> StepOutput:
+    def _compute(self, rows: BoundRows) -> StepOutput:
         """Computes a step's rows, those it emits and, with settings, the samples of these."""
         kind = rows.kind
         wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
@@ -270,7 +274,7 @@ class Runner:
         hidden, *layers = out if wanted else (out,)
         output = StepOutput(hidden, take_emitted(self.ops, hidden, rows.arrays))
         if layers and kind.name in DRAFTS:
-            output = output._replace(behind=take_emitted(self.ops, layers[0], rows.arrays))
+            output = output._replace(next_hidden=take_emitted(self.ops, layers[0], rows.arrays))
         elif layers:
             states = concat(layers, -1)
             output = output._replace(states=states.numpy() if copies_with_numpy(states) else states)
@@ -279,25 +283,25 @@ class Runner:
         logits = kind.model.logits(output.emitted)
         return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *rows.how))
 
-    def _followed(self, rows: BoundRows, later: BoundRows, chain: Chain) -> StepOutput:
+    def _draft_from_plan(self, rows: BoundRows, later: BoundRows, chain: Chain) -> StepOutput:
         """Computes a step's samples, then draft tokens by further steps: each reads the token and
         the state of the step before."""
         assert later.how is not None, "settings were given"
         n, model, guesses = len(later.ids), cast(Any, later.kind.model), list[Guess]()
-        first = output = self._computed(rows)
+        first = output = self._compute(rows)
         for nth in range(chain.guesses):
             if nth:
                 later.step.advance(later.how.ints[:, 1:])
                 later.ids.copy_(guesses[-1][0][:n]).clamp_(min=0)
-                if output.behind is not None:
-                    model.hidden[:n].copy_(output.behind[:n])
-                output = self._computed(later)
+                if output.next_hidden is not None:
+                    model.hidden[:n].copy_(output.next_hidden[:n])
+                output = self._compute(later)
             assert output.logits is not None and output.sampled is not None, "settings were given"
             tokens, _ = output.sampled
             guesses.append((tokens, self.ops.compute_logprobs(output.logits, tokens, 0)[0]))
         return first._replace(guesses=tuple(guesses))
 
-    def _guessed(self, rows: BoundRows, chain: Chain) -> StepOutput:
+    def _draft_in_place(self, rows: BoundRows, chain: Chain) -> StepOutput:
         """Samples the rows `shift` rows after those that the plan emits (only the device knows
         `shift`), then drafts: draft token i of request k, of n with pads, becomes sample GUESSES +
         i * n + k. For each, all rows are computed again: the row after the last counted one then
@@ -307,7 +311,7 @@ class Runner:
         at, ints = arrays.emit + self.shift[:n], rows.how.ints.clone()
         ints[:, 1] += self.shift[:n]  # positions
         rows = rows._replace(arrays=replace(arrays, emit=at), how=rows.how._replace(ints=ints))
-        first = output = self._computed(rows)
+        first = output = self._compute(rows)
         width = len(rows.ids) // n
         begins = torch.arange(0, len(rows.ids), width, dtype=torch.int32, device=at.device)
         at = torch.maximum(at, begins)  # a pad's rows stay its own
@@ -317,10 +321,10 @@ class Runner:
             if i + 1 < chain.guesses:
                 at, ints[:, 1] = at + 1, ints[:, 1] + 1
                 ids = rows.ids.index_copy(0, at.long(), place)
-                if output.behind is not None:
-                    model.hidden.index_copy_(0, at.long(), output.behind)
+                if output.next_hidden is not None:
+                    model.hidden.index_copy_(0, at.long(), output.next_hidden)
                 rows = rows._replace(kind=chain.kind, ids=ids, arrays=replace(arrays, emit=at))
-                output = self._computed(rows)
+                output = self._compute(rows)
         return first
 
     @property
@@ -329,7 +333,7 @@ class Runner:
         return (self.buckets and self.buckets.widths) or (1,)
 
     @property
-    def even(self) -> bool:
+    def uniform(self) -> bool:
         """Whether recorded launches verify drafts: then all requests have equally many rows."""
         return len(self.widths) > 1
 
@@ -341,7 +345,7 @@ class Runner:
             raise RuleError(rule, f"{len(token_ids):,}", "Lower max_running_requests or n")
         return torch.clamp(token_ids, min=0, out=self.sampled[at : at + len(token_ids)])
 
-    def padded(self, plan: StepPlan) -> StepPlan:
+    def pad_plan(self, plan: StepPlan) -> StepPlan:
         """Returns the plan in the smallest bucket that holds it, or unchanged."""
         buckets, whole = self.buckets, plan.bucket.requests == plan.real.requests
         if buckets is None or not whole:
@@ -367,7 +371,7 @@ class Runner:
         for at, n in enumerate(reversed(sizes), 1):
             emit = range(width) if every else [width - (chain.guesses if chain else 1)]
             work = null_work(kind.specs, width, tuple(emit))
-            plan = self.padded(build(kind.specs, [work] * n))
+            plan = self.pad_plan(build(kind.specs, [work] * n))
             zeros = torch.zeros(plan.real.emits, max(FLOATS, INTS), dtype=torch.int64)
             how = Settings(zeros[:, :FLOATS].float(), zeros[:, :INTS], False)
             self.run(plan, (), kind, how, chain=chain)
@@ -386,7 +390,9 @@ class Runner:
         each = enumerate(zip(layout.specs, variants, strict=True))
         return [(v, *self.backend.wider(s, layout.buckets[g], v)) for g, (s, v) in each]
 
-    def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
+    def _replay_or_record(
+        self, signature: Signature, launch: Callable[[], StepOutput]
+    ) -> StepOutput:
         """Replays a known launch. Records a new one, or runs it plainly if it may not recur."""
         tape, always = self.tapes.get(signature), bool(self.studio or self.every)
         self.warmth = COLD
@@ -394,11 +400,11 @@ class Runner:
             tape.replay()
             self.warmth = REPLAYED
             self.tapes[signature] = self.tapes.pop(signature)  # now the last to be dropped
-            self.replays[signature.called] += 1
+            self.replays[signature.step_name] += 1
             if signature.chain is not None:
                 self.replays[signature.chain.kind.name] += signature.chain.guesses - 1
             return cast(StepOutput, tape.output)
-        if not always and self._seen[signature] < STEADY.get(signature.called, 1):
+        if not always and self._seen[signature] < STEADY.get(signature.step_name, 1):
             self._seen[signature] += 1
             if len(self._seen) > SEEN:
                 self._seen.clear()
@@ -545,5 +551,5 @@ class StepDriver:
         ids = torch.cat([torch.as_tensor(share.ids) for share in shares])
         out = self.runner.run(self.plan(kind, shares), ids, kind)
         for share in shares:
-            share.request.moved()
+            share.request.clear_moves()
         return out

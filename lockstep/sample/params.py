@@ -121,7 +121,7 @@ class SamplingParams:
         """Returns parameters per completion (n = 1), each of which gives the same answer alone."""
         return tuple(replace(self, n=1, sample_index=self.sample_index + i) for i in range(self.n))
 
-    def new_len(self, room: int) -> int:
+    def max_new_len(self, room: int) -> int:
         """Returns the most tokens to generate if the context leaves room for `room`."""
         return room if self.max_tokens is None else self.max_tokens
 

@@ -81,8 +81,8 @@ class Scheduler:
             rule = "a step is scheduled when the last is launched and those before it are settled"
             got = f"{len(self._launched)} launched and {int(self._scheduled is not None)} not yet"
             raise RuleError(rule, got, "Advance what was scheduled, settle what was launched first")
-        self._displace()
-        tries = [self._whole, self._generate]  # alternating
+        self._preempt_for_priority()
+        tries = [self._whole_prompt_step, self._generate]  # alternating
         if self._after_whole:
             tries.reverse()
         step = tries[0]() or tries[1]()
@@ -109,7 +109,7 @@ class Scheduler:
             rows, table = batch.rows[i], batch.rows[i].table
             if table is not None:
                 if table.pending:
-                    table.moved(self._groups)
+                    table.clear_moves(self._groups)
                 if rows.parents is None or rows.chain:
                     table.drop_scratch()
             rows.request.launch(rows, batch.first_samples[i], step.number)
@@ -195,7 +195,7 @@ class Scheduler:
             node = self.tree.match(root, request.tokens, table, limit)
         request.table, request.node = table, node
         if self.running and not self._fits(request, table):
-            self._let_go(request)
+            self._release_request(request)
             return False
         self._blocked = False
         request.cached_len = request.settled_len = node.end if node is not None else 0
@@ -218,7 +218,7 @@ class Scheduler:
                 return False
         return True
 
-    def _displace(self) -> None:
+    def _preempt_for_priority(self) -> None:
         """Preempts one request of lower priority and rank if the head of the queue had no room."""
         if self._blocked and self.waiting:
             head, most = self.waiting[0], self.waiting[0].spec.priority
@@ -344,7 +344,7 @@ class Scheduler:
         request.room = min(map(table.room, table.groups.stored))
         return want
 
-    def _whole(self) -> ScheduledStep | None:
+    def _whole_prompt_step(self) -> ScheduledStep | None:
         """Returns a step of embeddings or encoders: of the best-ranked head that has room."""
         encoders = [request for request in self.waiting[:1] if not request.encoded]
         for head in sorted([*self.embeds[:1], *encoders]):
@@ -496,7 +496,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Frees its pages and queues it; later it restarts from what is cached by then."""
         self.running.remove(request)
-        self._let_go(request)
+        self._release_request(request)
         self._members.update()
         request.encoded = not request.spec.encoder_ids
         insort(self.waiting, request)
@@ -506,13 +506,13 @@ class Scheduler:
         for queue in (self.running, self.waiting, self.embeds):
             if request in queue:
                 queue.remove(request)
-        self._let_go(request)
+        self._release_request(request)
         while request.tokens[-1] < 0:
             request.tokens.pop()  # of a step whose samples are dropped
         request.finish = reason
         self.ends += 1
 
-    def _let_go(self, request: Request) -> None:
+    def _release_request(self, request: Request) -> None:
         """Gives up a request's pages and tree node; blocks in the tree stay cached."""
         self._members.remove(request)
         self._batches.cache_clear()

@@ -51,7 +51,7 @@ class Acceptance:
         self.tried = self.tried * FORGET + tried
         self.right = self.right * FORGET + right
 
-    def other(self) -> Self:
+    def for_new_request(self) -> Self:
         """Returns the start of a new request: these rates with small counts, quick to change."""
         few, counts = PRIOR / self.drafts, ("drafts", "guesses", "tried", "right")
         return replace(self, **{name: few * getattr(self, name) for name in counts})
@@ -62,7 +62,7 @@ class Acceptance:
 
     def rests(self, settled: int) -> None:
         """Starts a rest: nothing pays. The try after it counts a third beside all before."""
-        vars(self).update(vars(self.other()), rests_until=settled + self.rest)
+        vars(self).update(vars(self.for_new_request()), rests_until=settled + self.rest)
         near = self.rate > 0.5 and self.worth > NEAR
         self.rest = min(2 * self.rest, LONG_REST if near else LONGEST_REST)
 
@@ -136,22 +136,22 @@ class Costs:
     """Times by depth with about the same number of decoding requests: plain, verify, draft."""
 
     plain: Line = field(default_factory=Line)
-    wide: Line = field(default_factory=Line)
+    verify: Line = field(default_factory=Line)
     draft: Line = field(default_factory=Line)
 
     def step(self, depth: float, seconds: float, warmth: int = PLAIN) -> None:
-        (self.wide if depth else self.plain).add(depth, seconds, warmth)
+        (self.verify if depth else self.plain).add(depth, seconds, warmth)
 
     @property
     def tried(self) -> bool:
         """Whether verify times are known, and replayed ones where plain steps are replayed."""
-        cold = self.plain.replayed and (self.wide.cold or self.draft.cold)
-        return self.wide.known and not cold
+        cold = self.plain.replayed and (self.verify.cold or self.draft.cold)
+        return self.verify.known and not cold
 
     @property
     def row_s(self) -> float:
         """Seconds that one more draft token of every request adds to the verify step."""
-        return self.wide.slope(self.plain.y)
+        return self.verify.slope(self.plain.y)
 
     @property
     def guess_s(self) -> float:
@@ -161,13 +161,13 @@ class Costs:
     @property
     def first_s(self) -> float:
         """Fixed seconds of drafting and verifying, at any depth."""
-        wide = self.wide.y - self.wide.x * self.row_s - self.plain.y
+        verify = self.verify.y - self.verify.x * self.row_s - self.plain.y
         draft = self.draft.y - self.draft.x * self.guess_s if self.draft.known else 0.0
-        return max(0.0, wide) + max(0.0, draft)
+        return max(0.0, verify) + max(0.0, draft)
 
-    def go_on(self, share: float = 1.0) -> float:
+    def min_chance(self, share: float = 1.0) -> float:
         """Returns the least chance at which one more draft token pays, if `share` of all draft."""
-        if not (self.plain.known and self.tried and self.draft.known) or self.wide.flat:
+        if not (self.plain.known and self.tried and self.draft.known) or self.verify.flat:
             return FIRST_CHANCE
         return min(1.0, (self.guess_s / share + self.row_s) / self.plain.y)
 

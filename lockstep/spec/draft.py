@@ -30,7 +30,7 @@ class DraftRequest(NamedTuple):
     params: SamplingParams  # of its completion: a draft may use the same noise
     steps: int  # the deepest node that may be accepted, at least 1
     nodes: int  # most nodes of the tree, at least `steps`, without the root (the last token)
-    go_on: float = 0.0  # a chain continues while the draft gives it at least this chance
+    min_chance: float = 0.0  # a chain continues while the draft gives it at least this chance
 
 
 class SettledRows(NamedTuple):
@@ -58,7 +58,7 @@ class Draft(Protocol):
 
     @property
     def knows_chances(self) -> bool:
-        """Whether it ends a chain by `DraftRequest.go_on`."""
+        """Whether it ends a chain by `DraftRequest.min_chance`."""
         return False
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

@@ -99,7 +99,7 @@ class Head(Model):
         """Returns the input of the layer's attention, and the residual."""
 
     @abstractmethod
-    def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def output(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the input of `logits` after the layer, and the state that the next row reads."""
 
     def drafted(
@@ -109,7 +109,7 @@ class Head(Model):
         hidden, residual = self.joined(self.hidden[: len(ids)], ids)
         hidden = self.attn(hidden, self.cos_sin(positions), step)
         hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.left(self.mlp(hidden), residual)
+        return self.output(self.mlp(hidden), residual)
 
     def extended(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
@@ -169,7 +169,7 @@ class Eagle(Head):
         both = self.fc(concat((self.embedding(ids), hidden), -1))
         return both, both
 
-    def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def output(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden + residual
         return hidden, hidden
 

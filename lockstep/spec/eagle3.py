@@ -55,7 +55,7 @@ class Eagle3(Head):
         both = self.input_norm(self.embedding(ids)), self.hidden_norm(hidden)
         return concat(both, -1), hidden
 
-    def left(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def output(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm.add(hidden, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

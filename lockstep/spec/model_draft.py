@@ -64,7 +64,7 @@ class DraftState(NamedTuple):
         state: DraftState | None = table.draft_state
         return cls(table.draft_len) if state is None else state
 
-    def behind(self, begin: int) -> "DraftState":
+    def drop_before(self, begin: int) -> "DraftState":
         """Returns the state without rows before position `begin`."""
         gone = max(0, begin - self.begin)
         return DraftState(self.begin + gone, self.hidden[gone:], self.rows[gone:], self.shares)
@@ -150,15 +150,15 @@ class ModelDraft:
 
     @property
     def knows_chances(self) -> bool:
-        """Whether each chain ends by its own chances; with `Runner.even` all have one length."""
-        return self.top_k == 1 and not self.runner.even
+        """Whether each chain ends by its own chances; with `Runner.uniform` all have one length."""
+        return self.top_k == 1 and not self.runner.uniform
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         made, self._made = self._made, None
-        if made is not None and made.number and (trees := self._taken(made, requests)):
+        if made is not None and made.number and (trees := self._take_early_chains(made, requests)):
             return trees
         asks = [ask for ask in requests if self._ready(ask.request)]
-        grown = self._grown(asks) if asks else []
+        grown = self._grow_drafts(asks) if asks else []
         found = dict(zip([ask.request for ask in asks], grown, strict=True))
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
@@ -216,7 +216,7 @@ class ModelDraft:
         pages = [table.views(groups) for table in tables]
         return build(specs, BatchWork(shape, lens, pages, self._pages[1]))
 
-    def _gathered(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    def _gather_states(self, states: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Returns row rows[i] of each states[i]: a copy, unless consecutive in one tensor."""
         steps = list({id(each): each for each in states}.values())
         first, end = rows[0], rows[0] + len(rows)
@@ -235,7 +235,7 @@ class ModelDraft:
         if not hidden:
             return
         rows_of_all = [row for state in kept for row in state.rows]
-        every = self._gathered(hidden, rows_of_all).clone()
+        every = self._gather_states(hidden, rows_of_all).clone()
         for table, state in zip(tables, kept, strict=True):
             rows = tuple(range(at, at + len(state.rows)))
             table.draft_state = DraftState(state.begin, (every,) * len(rows), rows, state.shares)
@@ -263,9 +263,9 @@ class ModelDraft:
             if self.ahead:
                 states += [state.hidden[p - state.begin] for p in positions]
                 rows += [state.rows[p - state.begin] for p in positions]
-            table.draft_state, table.draft_len = state.behind(end - 1), end
+            table.draft_state, table.draft_len = state.drop_before(end - 1), end
         if self.model.states is not None:
-            copy_into(self._gathered(states, rows), self.model.states[: len(rows)])
+            copy_into(self._gather_states(states, rows), self.model.states[: len(rows)])
         shape = shape_of((width,) * len(ends) if width else tuple(counts))
         if width:
             shape = replace(shape, emit=ints(shape.q_indptr[:-1] + counts - 1))
@@ -280,7 +280,7 @@ class ModelDraft:
             plan, chain = slice_plan(whole, shape), chain._replace(plan=last)
         out = self.runner.run(plan, ids, kind, how, chain=chain)
         for table in tables:
-            table.moved(kind.groups)
+            table.clear_moves(kind.groups)
         return out
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
@@ -303,7 +303,7 @@ class ModelDraft:
         most = min(self.steps + 1, self.rows // len(asks))
         late = {r: end - 1 for r, end in ends.items() if end - table_of(r).draft_len > most}
         self._catch_up(late)
-        width = self.steps + max(guesses, 1) if self.runner.even else 0
+        width = self.steps + max(guesses, 1) if self.runner.uniform else 0
         return self._extend(ends, width, how, guesses)
 
     # -- draft tokens
@@ -323,16 +323,16 @@ class ModelDraft:
         positions = [len(ask.request.tokens) + len(path) for ask, path in nodes]
         return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
-    def _grown(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _grow_drafts(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Returns trees for requests whose rows can be computed, one level of all requests at a
         time: of the best tokens after each node of a level, the best are the next level. Chains
         that need nothing but the sampler come from one launch."""
         rows = self._rows([(ask, ()) for ask in asks])
         if self.top_k == 1 and rows.how.plain:
             deep, runner = min([ask.steps for ask in asks]) == self.steps > 1, self.runner
-            if runner.even and len(runner.sampled):
+            if runner.uniform and len(runner.sampled):
                 return self._late_chains(asks, rows)
-            if runner.backend.caps.chains and deep and not runner.even:
+            if runner.backend.caps.chains and deep and not runner.uniform:
                 return self._chains(asks, rows)
         beams = live = [Beam(ask, self.top_k) for ask in asks]
         out = self._begin(asks)
@@ -364,7 +364,7 @@ class ModelDraft:
             chances, chance = self._chances[ask.params.temperature > 0], 1.0
             ids, shares = list[int](), list[tuple[Chances, float]]()
             for tokens, given in found:
-                if tokens[i] == NO_TOKEN or (len(ids) in ENDS and chance < ask.go_on):
+                if tokens[i] == NO_TOKEN or (len(ids) in ENDS and chance < ask.min_chance):
                     break
                 ids.append(tokens[i])
                 shares.append((chances, given[i]))
@@ -398,7 +398,8 @@ class ModelDraft:
             return
         nodes = (np.arange(n)[:, None] * width + np.minimum(np.arange(rows), guesses)).ravel()
         if self.model.states is not None and hidden is not None:
-            self.model.states[: len(nodes)] = self._gathered([hidden] * len(nodes), nodes.tolist())
+            states = self._gather_states([hidden] * len(nodes), nodes.tolist())
+            self.model.states[: len(nodes)] = states
         known = runner.sampled[: n * width].view(n, width)[:, :guesses]
         guessed = runner.sampled[GUESSES : GUESSES + guesses * made.slots].view(guesses, -1)
         runner.shift[:n] = (known == guessed[:, :n].T).long().cumprod(1).sum(1)
@@ -411,7 +412,9 @@ class ModelDraft:
         assert out.sampled is not None, "settings were given"
         self._made = made._replace(slots=len(out.sampled[0]), number=requests[0].launched_in)
 
-    def _taken(self, early: Chains, asks: Sequence[DraftRequest]) -> list[DraftTree] | None:
+    def _take_early_chains(
+        self, early: Chains, asks: Sequence[DraftRequest]
+    ) -> list[DraftTree] | None:
         """Returns the early chains if all that ask have one and were in no step since: they follow
         the last tokens, whatever these are."""
         numbers = {request: k for k, request in enumerate(early.requests)}
@@ -420,7 +423,7 @@ class ModelDraft:
             return None
         for request in requests:
             table, end = table_of(request), self._end(request)
-            table.draft_state, table.draft_len = DraftState.of(table).behind(end - 1), end
+            table.draft_state, table.draft_len = DraftState.of(table).drop_before(end - 1), end
         if len(asks) == len(early.requests):
             self._made = early._replace(number=0)
         return [early.tree(numbers[ask.request], ask.steps) for ask in asks]
@@ -446,9 +449,9 @@ class ModelDraft:
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
         """Copies the states left by the emitted rows `above` to where the next rows read them."""
-        if self.model.hidden is not None and out.behind is not None:
-            whole = list(above) == list(range(len(out.behind)))
-            self.model.hidden[: len(above)] = out.behind if whole else out.behind[above]
+        if self.model.hidden is not None and out.next_hidden is not None:
+            whole = list(above) == list(range(len(out.next_hidden)))
+            self.model.hidden[: len(above)] = out.next_hidden if whole else out.next_hidden[above]
 
 
 def table_of(request: Request) -> PageTable:

@@ -64,7 +64,7 @@ class TreeShape:
 
 
 class Speculation:
-    """Drafts for an engine's requests. Where verify launches are recorded (`Runner.even`), all
+    """Drafts for an engine's requests. Where verify launches are recorded (`Runner.uniform`), all
     drafts of a step have one length, and either all requests have one or none."""
 
     adaptive = True  # False: always as deep as the shape allows, for the lab and tests
@@ -96,12 +96,12 @@ class Speculation:
         begun = self._begun = time.perf_counter()
         if not (wanted := self._wanted(scheduler)):
             return
-        shape, even, asks = self.shape, self.runner.even, list[DraftRequest]()
+        shape, uniform, asks = self.shape, self.runner.uniform, list[DraftRequest]()
         costs, count = self._costs(scheduler)
-        go_on = costs.go_on(len(wanted) / count) if self.adaptive else 0.0
+        min_chance = costs.min_chance(len(wanted) / count) if self.adaptive else 0.0
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
-        behind = shape.steps if even else 0  # pad rows up to one width; the longest chain
-        longest = shape.rounded(max(wanted.values())) if even and shape.top_k == 1 else 0
+        behind = shape.steps if uniform else 0  # pad rows up to one width; the longest chain
+        longest = shape.rounded(max(wanted.values())) if uniform and shape.top_k == 1 else 0
         for request, steps in wanted.items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             if nodes < 1:
@@ -110,12 +110,14 @@ class Speculation:
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
-            asks.append(DraftRequest(request, params_of(request), min(steps, nodes), nodes, go_on))
+            asks.append(
+                DraftRequest(request, params_of(request), min(steps, nodes), nodes, min_chance)
+            )
         if not asks:
             return
         self._observe_plain()
         trees = self.draft.propose(asks)
-        if even and shape.top_k == 1:
+        if uniform and shape.top_k == 1:
             trees = pad_chains(asks, trees, shape)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
@@ -127,15 +129,15 @@ class Speculation:
     def hold(self, step: ScheduledStep) -> bool:
         """Holds every request that is drafted next until its sampled token is on the host. Returns
         whether that is every request of the step: then settling it late gains nothing."""
-        even, alone = self.runner.even, True
-        if self.adaptive and even:  # plain steps are timed as they will run: settled late
+        uniform, alone = self.runner.uniform, True
+        if self.adaptive and uniform:  # plain steps are timed as they will run: settled late
             measured = self.costs[round_down(len(step.batch.rows))].plain.known
             if not measured or self._rests(self._acceptance, step.number):
                 return False
         for rows in step.batch.rows:
             request = rows.request
             asked = request.spec.speculative and rows.sampled > 0
-            if asked and (even or not self._rests(self._acceptance_of(request), step.number)):
+            if asked and (uniform or not self._rests(self._acceptance_of(request), step.number)):
                 request.held_until = max(request.held_until, step.number)
             else:
                 alone = False
@@ -151,7 +153,7 @@ class Speculation:
             return
         states = None if hidden is None else torch.as_tensor(hidden)
         self.draft.launched(batch.requests, batch.shape.width, states)
-        if self.runner.even:
+        if self.runner.uniform:
             for request in batch.requests:
                 scheduler.make_room(request, batch.shape.width + 2 * self.shape.steps + 1, 0)
 
@@ -171,7 +173,11 @@ class Speculation:
             if len(self._unobserved) >= min(self.draft.lag, OBSERVED_ROWS // len(batch.rows)):
                 self._observe_plain()
             return
-        entries, drafts, even = list[SettledRows](), list[tuple[int, ...]](), self.runner.even
+        entries, drafts, uniform = (
+            list[SettledRows](),
+            list[tuple[int, ...]](),
+            self.runner.uniform,
+        )
         columns = batch.rows, step.cached_lens.tolist(), batch.begins, batch.first_samples
         for rows, cached_len, begin, sample in zip(*columns, strict=False):
             kept: Sequence[int] = range(begin, begin + rows.new_len)
@@ -183,7 +189,7 @@ class Speculation:
                 if deepest > 0:
                     right = min(deepest, max(len(nodes) - 1, 0))
                     drafts.append((1, deepest, min(deepest, len(nodes)), right))
-                    if not even:
+                    if not uniform:
                         self._acceptance_of(rows.request).verified(*drafts[-1])
             for request in drafting_requests(rows):
                 entries.append(SettledRows(request, cached_len, tuple(kept)))
@@ -217,9 +223,9 @@ class Speculation:
 
     def _wanted(self, scheduler: Scheduler) -> dict[Request, int]:
         """Returns the depth of draft to make for each request, of those that may have one."""
-        shape, settled, even = self.shape, scheduler.settled, self.runner.even
+        shape, settled, uniform = self.shape, scheduler.settled, self.runner.uniform
         self._trying, most = False, dict[Request, int]()
-        if even and self._rests(self._acceptance, settled):
+        if uniform and self._rests(self._acceptance, settled):
             return {}
         for request in scheduler.running:
             if not request.spec.speculative or self._rests(self._acceptance_of(request), settled):
@@ -227,7 +233,7 @@ class Speculation:
             if request.launched_in > settled or not request.decodes:
                 continue
             deepest = request.left - 1
-            if even:  # up to the context's end: accepted tokens are cut later
+            if uniform:  # up to the context's end: accepted tokens are cut later
                 deepest = self.context_length - len(request.tokens)
             if deepest > 0:
                 most[request] = deepest
@@ -247,7 +253,7 @@ class Speculation:
             chosen = [shape.steps * pays for pays in costs.pays([*together], share)]
         else:
             chosen = costs.depths([*together], shape.steps, shape.nodes, share)
-            if even and shape.top_k == 1:
+            if uniform and shape.top_k == 1:
                 chosen = [shape.rounded(steps) for steps in chosen]
         wanted: dict[Request, int] = {}
         for (acceptance, requests), steps in zip(together.items(), chosen, strict=True):
@@ -272,7 +278,7 @@ class Speculation:
         all draft together a try has the full depth: a cheaper one tells little."""
         if acceptance.rests_until:
             acceptance.rests_until, self._trying = 0, True
-            return self.shape.steps if self.draft.knows_chances or self.runner.even else 1
+            return self.shape.steps if self.draft.knows_chances or self.runner.uniform else 1
         acceptance.rests(settled)
         self._acceptance.rest, self._first_try = acceptance.rest, settled + FIRST_TRY
         if self._report is not None:  # once
@@ -287,11 +293,13 @@ class Speculation:
         return self.adaptive and acceptance.resting(settled)
 
     def _acceptance_of(self, request: Request) -> Acceptance:
-        """Returns a request's acceptance; with `Runner.even` one for all. A new request starts with
-        the rates of all, but may try FIRST_TRY steps after the last rest began."""
-        acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
+        """Returns a request's acceptance; with `Runner.uniform` one for all. A new request starts
+        with the rates of all, but may try FIRST_TRY steps after the last rest began."""
+        if self.runner.uniform:
+            return self._acceptance
+        acceptance = self._acceptances.get(request)
         if acceptance is None:
-            acceptance = self._acceptances[request] = self._acceptance.other()
+            acceptance = self._acceptances[request] = self._acceptance.for_new_request()
             acceptance.rests_until = min(acceptance.rests_until, self._first_try)
         return acceptance
 

@@ -14,8 +14,8 @@ Mechanism:
 3. Another request holds that page by mistake. Accepted nodes are later moved into it and overwrite
    the other request's keys.
 Key functions:
-`plan.check.assign_owners`, compiled into `judge_group`. The first written position is the smaller of
-a row's `start` and its position.
+`plan.check.assign_owners`, compiled into `judge_group`. The first written position is the smaller
+of a row's `start` and its position.
 Symptom:
 None by itself: a guard with a blind spot is found only by showing it a bad plan.
 Risk and impact:

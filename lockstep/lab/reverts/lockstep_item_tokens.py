@@ -9,7 +9,7 @@ Mechanism:
 2. Nothing is sampled, so nothing is appended.
 3. token_ids is empty, next to one log-probability per token of the item.
 Key functions:
-`llm.generation.CompletionState.frozen`, which makes the immutable result of a completion.
+`llm.generation.CompletionState.to_completion`, which makes the immutable result of a completion.
 Symptom:
 Log-probabilities that belong to no token.
 Risk and impact:
@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.llm.engine import ITEM
 
 SOURCE = "class: fields that one kind of request does not fill"
-TARGET = "lockstep.llm.generation:CompletionState.frozen"
+TARGET = "lockstep.llm.generation:CompletionState.to_completion"
 CELLS = ("engine-score/llama", "engine-encoder/bart")
 RELATED = ("lockstep-item-bos",)
 

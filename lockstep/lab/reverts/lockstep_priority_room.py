@@ -11,7 +11,7 @@ Mechanism:
 2. A request of priority 1 arrives and is first in the queue.
 3. No running request is preempted: it waits until the other one ends.
 Key functions:
-`sched.scheduler.Scheduler._displace`.
+`sched.scheduler.Scheduler._preempt_for_priority`.
 Symptom:
 Priorities have no effect on a full engine, the only place where they matter.
 Risk and impact:
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: a priority that ends at the queue"
-TARGET = "lockstep.sched.scheduler:Scheduler._displace"
+TARGET = "lockstep.sched.scheduler:Scheduler._preempt_for_priority"
 CELLS = ("engine-priority/llama", "engine-priority/qwen3")
 RELATED = ("lockstep-preempt-token", "lockstep-cached-tokens")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _displace(self: Any) -> None:
+    def _preempt_for_priority(self: Any) -> None:
         self._blocked = False
 
-    return _displace
+    return _preempt_for_priority

@@ -12,7 +12,8 @@ Mechanism:
 3. The token that was sampled last had already been sent to the user. It is sampled again, one
    position early, and sent twice.
 Key functions:
-`llm.generation.Generation.resumed`, which makes a job's requests from the tokens generated so far.
+`llm.generation.Generation.requests_to_resume`, which makes a job's requests from the tokens
+generated so far.
 Symptom:
 After an error, which another request may have caused, an answer repeats one token and then differs.
 Risk and impact:
@@ -25,17 +26,17 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: state lost when a failed step is computed again"
-TARGET = "lockstep.llm.generation:Generation.resumed"
+TARGET = "lockstep.llm.generation:Generation.requests_to_resume"
 CELLS = ("engine-error/llama", "engine-error/qwen3")
 RELATED = ("lockstep-preempt-token", "lockstep-penalty-preempt")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def resumed(self: Any) -> Any:
+    def requests_to_resume(self: Any) -> Any:
         requests = old(self)
         for request in requests:
             if len(request.tokens) > len(request.spec.prompt) and not request.spec.items:
                 request.tokens.pop()
         return requests
 
-    return resumed
+    return requests_to_resume

@@ -13,7 +13,7 @@ Mechanism:
 3. A sibling needs another step. `pieces[-1:]` is not empty, so the piece and the finish reason are
    sent once more.
 Key functions:
-`llm.generation.Generation.news`. A bug of Lockstep's own, found by the lab's engine cells.
+`llm.generation.Generation.new_chunks`. A bug of Lockstep's own, found by the lab's engine cells.
 Symptom:
 A stream with n > 1 repeats the end of a short completion, with one finish_reason per repetition.
 The unary answer is right.
@@ -30,13 +30,13 @@ from typing import Any
 from lockstep.llm.output import Chunk
 
 SOURCE = "lockstep, found by the engine cells of the lab"
-TARGET = "lockstep.llm.generation:Generation.news"
+TARGET = "lockstep.llm.generation:Generation.new_chunks"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-stop-split", "lockstep-character-split")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def news(self: Any) -> Any:
+    def new_chunks(self: Any) -> Any:
         self.publish()
         out = []
         for i, draft in enumerate(self.completions):
@@ -50,4 +50,4 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
                 )
         return out
 
-    return news
+    return new_chunks

@@ -12,8 +12,8 @@ Mechanism:
 3. A prompt matches the path, and the window seems to be whole.
 4. The request gets a page that holds another request's keys, or none.
 Key functions:
-The window allocator of SGLang with pages larger than 1. Here `kv.prefix.Prefix._lose`, which gives
-pages back and removes them from the node; the revert leaves them in nodes that stay.
+The window allocator of SGLang with pages larger than 1. Here `kv.prefix.Prefix._drop_pages`, which
+gives pages back and removes them from the node; the revert leaves them in nodes that stay.
 Symptom:
 A hit gives a different answer from a miss, and one page has two owners: when the engine is idle,
 reference counts and holders disagree.
@@ -27,15 +27,15 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "sgl-project/sglang#27779"
-TARGET = "lockstep.kv.prefix:Prefix._lose"
+TARGET = "lockstep.kv.prefix:Prefix._drop_pages"
 CELLS = ("engine-evict/qwen3", "engine-evict/gpt-oss")
 RELATED = ("sglang-17061", "sglang-29350", "sglang-29352")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _lose(self: Any, node: Any, g: int, count: int) -> None:
+    def _drop_pages(self: Any, node: Any, g: int, count: int) -> None:
         stale = node.pages[g][:count] if node.children else []
         old(self, node, g, count)
         node.pages[g] = stale + node.pages[g]
 
-    return _lose
+    return _drop_pages

@@ -10,8 +10,8 @@ Mechanism:
 2. In a later step of the bucket the requests have other lengths.
 3. The replay emits the rows of the recorded step.
 Key functions:
-FlashInfer MLA under graphs in SGLang. Here `run.runner.take_emitted`, which indexes with the arena's
-own numbers.
+FlashInfer MLA under graphs in SGLang. Here `run.runner.take_emitted`, which indexes with the
+arena's own numbers.
 Symptom:
 The next token is chosen by the logits of another row, or of a pad row.
 Risk and impact:

@@ -10,7 +10,7 @@ Mechanism:
 3. Requests 0 and 1 get the entries of requests 1 and 2, and request 2 gets the pad's.
 Key functions:
 State tracking of Mamba layers in SGLang, which saved a state to a stale slot. Here
-`run.runner.StepOutput.only`.
+`run.runner.StepOutput.without_pads`.
 Symptom:
 Wrong answers whenever a bucket is not full.
 Risk and impact:
@@ -23,14 +23,14 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "sgl-project/sglang#32555"
-TARGET = "lockstep.run.runner:StepOutput.only"
+TARGET = "lockstep.run.runner:StepOutput.without_pads"
 CELLS = ("engine-replay/llama", "engine-pad/llama")
 RELATED = ("lockstep-pad-tokens", "sglang-27343")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def only(self: Any, real: Any) -> Any:
+    def without_pads(self: Any, real: Any) -> Any:
         wrong = self.emitted[len(self.emitted) - real.emits :]
         return old(self._replace(emitted=wrong), real)
 
-    return only
+    return without_pads

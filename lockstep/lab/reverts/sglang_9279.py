@@ -12,9 +12,9 @@ Mechanism:
 3. It gets the columns of old prefix tokens, which are all visible: siblings of the node are not
    masked.
 Key functions:
-SGLang's Triton extend kernel with a custom mask. Here `attention.base.slot_lists`: there is no mask,
-and a node lists its ancestors. The revert gives window layers the nodes in their flat order, as if the
-tree were a chain.
+SGLang's Triton extend kernel with a custom mask. Here `attention.base.slot_lists`: there is no
+mask, and a node lists its ancestors. The revert gives window layers the nodes in their flat order,
+as if the tree were a chain.
 Symptom:
 Verification in window layers sees other branches; the acceptance rate falls, and the accepted
 tokens differ from plain decoding.
