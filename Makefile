@@ -3,7 +3,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab check docs format ruler clean
+.PHONY: help demo test lab check docs plots format ruler clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -29,6 +29,9 @@ check: $(STAMP)  ## ruff, ruff format and mypy --strict; changes nothing
 
 docs:  ## the API pages, docs/api/, from the source
 	$(PYTHON) tools/api.py
+
+plots: $(STAMP)  ## the pictures of docs/ that show GPU and speculation results, from bench/results/
+	$(BIN)/python tools/plots.py
 
 format: $(STAMP)  ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
