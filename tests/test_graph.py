@@ -4,14 +4,17 @@ random."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep.attention import select as backends
+from lockstep.attention.triton import few_rows
 from lockstep.config import EngineConfig
 from lockstep.kernels import select as devices
 from lockstep.lab import tiny
@@ -19,10 +22,12 @@ from lockstep.llm import engine as engines
 from lockstep.llm import rows as launches
 from lockstep.llm.engine import Engine
 from lockstep.models import loader
-from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.bucket import RECORDED_ROWS, Buckets, pad
 from lockstep.plan.build import build
 from lockstep.plan.step import Bucket, Real
-from lockstep.run.graph import captures
+from lockstep.run import runner as runners
+from lockstep.run.graph import Graph, captures
+from lockstep.run.kind import DRAFTS, GENERATE
 from lockstep.run.runner import (
     SETTING,
     Runner,
@@ -33,9 +38,13 @@ from lockstep.run.runner import (
     write_settings,
 )
 from lockstep.run.step import Arena
+from lockstep.run.tape import Tape
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError
+
+SIZES = {"page_size": 8, "context_length": 160, "max_running_requests": 8}
+CONFIG = EngineConfig(max_total_tokens=1024, **SIZES)
 
 
 class Event:
@@ -83,10 +92,8 @@ def test_a_launch_that_samples_gives_the_same_answers(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     monkeypatch.setattr(launches, "on_host", torch.clone)
-    sizes = {"page_size": 8, "context_length": 160, "max_running_requests": 8}
-    config = EngineConfig(max_total_tokens=1024, graphs=graphs, **sizes)
-    want = answers(Engine(EngineConfig(max_total_tokens=1024, **sizes), parts))
-    engine = Engine(config, parts, overlap)
+    want = answers(Engine(CONFIG, parts))
+    engine = Engine(replace(CONFIG, graphs=graphs), parts, overlap)
     engine.on_gpu = True
     told: list[str] = []
     if graphs:
@@ -177,6 +184,99 @@ def test_only_steps_that_may_run_twice_are_captured() -> None:
         assert not captures(Bucket(width=width, tail=0, moves=(moves,), **sizes))
     verify = Bucket(width=2, tail=2, moves=(0,), **sizes)
     assert captures(verify, (1, 2)) and not captures(verify, (1, 4))
+
+
+def test_a_step_with_more_rows_per_request_than_launches_of_few_sizes_serve_is_not_captured():
+    """A tree of 25 nodes used to be captured again and again, since launches of wide steps depend
+    on the requests' lengths; on a GPU no graph was ever dropped."""
+    shape = {"requests": 2, "emits": 2, "tail": 0, "moves": (0,), "pages": (8,), "writes": (2,)}
+    for width, few in ((RECORDED_ROWS, True), (RECORDED_ROWS + 1, False), (25, False)):
+        bucket = Bucket(width=width, tokens=2 * width, **shape)
+        assert captures(bucket, (1, width)) == few_rows(bucket) == few
+
+
+def test_a_gpu_captures_steps_that_decode_and_verify_but_no_prompts_of_as_many_rows(parts):
+    runner = Engine(CONFIG, parts, overlap=True).runner
+    runner.graphs, runner.every, runner.studio = True, False, object()
+    runner.buckets = Buckets.for_decoding(8, 64, 600, (1, 7))
+    sizes = {"requests": 2, "tail": 0, "moves": (0,), "pages": (8,), "writes": (14,)}
+    decode = Bucket(width=1, tokens=2, emits=2, **sizes)
+    verify = Bucket(width=7, tokens=14, emits=14, **sizes)
+    prompts = replace(verify, emits=2)
+    generate, extend = (SimpleNamespace(name=name) for name in (GENERATE, DRAFTS[-1]))
+    found = [runner._records(generate, bucket) for bucket in (decode, verify, prompts)]
+    assert found == [True, True, False]
+    assert runner._records(extend, prompts), "a draft's missing rows emit the last one"
+
+
+class FakeGraph:
+    """A CUDA graph that logs its calls; `fault` is raised by the call that it names."""
+
+    def __init__(self, fault: str, error: BaseException, ended: list[str]) -> None:
+        self.fault, self.error, self.log = fault, error, ended
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "other threads may use the GPU"
+        self.call("begin")
+
+    def capture_end(self) -> None:
+        self.call("end")
+        if self.fault:
+            raise RuntimeError("the capture was invalidated")
+
+    def replay(self) -> None:
+        self.call("replay")
+
+    def call(self, name: str) -> None:
+        self.log.append(name)
+        if name == self.fault:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("begin", KeyboardInterrupt()), ("launch", torch.OutOfMemoryError("no room")), ("", None)],
+)
+def test_a_capture_that_is_stopped_is_ended_and_its_own_error_is_raised(fault, error, monkeypatch):
+    """An interrupt right after the capture began used to leave the stream capturing."""
+    log: list[str] = []
+    made = FakeGraph(fault, error, log)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    tape, runs = Graph(SimpleNamespace(stream=None, pool=None)), [0]
+
+    def launch() -> int:
+        runs[0] += 1
+        if runs[0] > 1:
+            made.call("launch")
+        return runs[0]
+
+    with pytest.raises(type(error)) if error else nullcontext():
+        tape.record(launch)
+    if error:
+        assert log[-1] == "end" and "replay" not in log
+    else:
+        assert log == ["begin", "launch", "end", "replay"] and tape.output == 2
+
+
+def test_a_launch_whose_capture_lacks_memory_runs_plainly_after_two_tries(parts, monkeypatch):
+    """Its step used to fail, and the next one with it, for as long as the engine lived."""
+    tries: list[Tape] = []
+
+    class Cramped(Tape):
+        def record(self, launch):
+            tries.append(self)
+            launch()
+            raise torch.OutOfMemoryError("no room in the capture")
+
+    want = answers(Engine(CONFIG, parts, overlap=True))
+    engine = Engine(replace(CONFIG, graphs=True), parts, overlap=True)
+    monkeypatch.setattr(runners, "Tape", Cramped)
+    assert answers(engine) == want
+    assert not engine.runner.tapes and set(engine.runner._failed.values()) <= {1, 2}
+    assert len(tries) == engine.runner._failed.total() > 4
+    assert 2 in engine.runner._failed.values(), "a second try, in case memory has become free"
 
 
 def test_an_arena_of_a_gpu_fills_two_places_in_turns_and_waits_for_their_copies() -> None:

@@ -16,6 +16,7 @@ from lockstep.kernels.triton import items, launch
 from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Arguments, Tuning
 from lockstep.kv.pool import Keys, pad_columns
+from lockstep.plan.bucket import RECORDED_ROWS
 from lockstep.plan.build import next_power_of_2
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
@@ -32,7 +33,6 @@ CAPS = replace(
     order="canonical",
     invariances=base.INVARIANCES - {"threads"},
 )
-WIDEST = 16  # rows per request up to which a step counts as few rows; with more it is a prefill
 EXTRAS = (0, 16, 64, 256)  # room for items beyond one per block, where requests have few rows
 EMPTY_ITEM = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 HALF = (-65504.0, 65504.0)  # the range of float16, to which bfloat16 queries are clamped
@@ -179,7 +179,7 @@ def room_for(extra: int) -> int:
 
 def few_rows(bucket: Bucket) -> bool:
     """Whether all requests have the same few rows: a step that decodes, drafts or verifies."""
-    return 0 < bucket.width <= WIDEST
+    return 0 < bucket.width <= RECORDED_ROWS
 
 
 def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:

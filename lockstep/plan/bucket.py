@@ -15,6 +15,7 @@ from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, append
 from lockstep.types import RuleError
 
 DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a recorded step
+RECORDED_ROWS = 16  # most rows per request of a recorded step: with more it is a prefill
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ runner keeps one graph per signature. `run.tape` is the CPU's counterpart.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from lockstep.plan.bucket import RECORDED_ROWS
 from lockstep.plan.step import Bucket
 
 
@@ -38,11 +40,14 @@ class Graph:
         launch()
         torch.cuda.synchronize()
         with torch.cuda.stream(self.studio.stream):
-            self._graph.capture_begin(self.studio.pool)
-            try:
+            try:  # other threads may use the GPU meanwhile
+                self._graph.capture_begin(self.studio.pool, capture_error_mode="thread_local")
                 self.output = launch()
-            finally:
-                self._graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what stopped the capture is the error
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
         self._graph.replay()
 
     def replay(self) -> Any:
@@ -54,5 +59,6 @@ class Graph:
 
 def captures(bucket: Bucket, widths: Sequence[int] = (1,)) -> bool:
     """Whether a bucket's steps are worth a graph and may run twice: every request has the rows of a
-    decode, draft or verify step (`widths`), and no keys are moved."""
-    return bucket.width in widths and not any(bucket.moves)
+    decode, draft or verify step (`widths`), not more than RECORDED_ROWS, since launches for more
+    depend on the lengths of requests; and no keys are moved."""
+    return bucket.width in widths and bucket.width <= RECORDED_ROWS and not any(bucket.moves)

@@ -21,7 +21,7 @@ from lockstep.kernels.cpu.threads import TapeMemory, address_of, setting
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PagePool, PageTable
 from lockstep.ops import Ops, concat, copies_with_numpy, to_device, unmarked_operations
-from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.bucket import RECORDED_ROWS, Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build, paths
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
@@ -41,10 +41,9 @@ SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 numbers of one row's settings
 Ids = Sequence[int] | Ints | Tensor
 Guess = tuple[Tensor, Tensor]  # [S] each: tokens and their log-probabilities
-# CPU recording: most rows per request (decode, draft, verify); plain launches of a signature before
-# one is recorded, at three times the cost (other kinds: after 1), and most signatures counted;
-# most tapes kept, and roughly their bytes
-NARROW = 16
+CAPTURES = 2  # tries to capture a launch for which memory was lacking; then it runs plainly
+# CPU recording: plain launches of a signature before one is recorded, at three times the cost
+# (other kinds: after 1), and most signatures counted; most tapes kept, and roughly their bytes
 STEADY, SEEN = {GENERATE: 3}, 1024
 TAPES, TAPE_BYTES = 64, 1 << 28
 # how a launch ran: plainly, as it always will; plainly or recorded, to be replayed later; replayed
@@ -169,6 +168,7 @@ class Runner:
         self.every, self._room = every and self.studio is None, TapeMemory()
         self.warmth = PLAIN  # of the last launch: PLAIN, COLD or REPLAYED
         self._seen = Counter[Signature]()  # occurrences of launches that a CPU has not recorded
+        self._failed = Counter[Signature]()  # captures that ran out of memory
         self.replays = Counter[str]()  # replayed launches, by `Signature.step_name`
         self._layout = lru_cache(LAYOUTS)(lambda kind, b: layout_of(b, kind.specs, backend))
 
@@ -207,9 +207,8 @@ class Runner:
                 return self._draft_from_plan(rows, later[0], chain)
             return self._draft_in_place(rows, chain)
 
-        narrow = self.widths if self.studio else range(1, NARROW + 1)
         self.warmth = PLAIN
-        if not (self.graphs and (self.every or captures(plan.bucket, narrow))):
+        if not self._records(kind, plan.bucket):
             return launch().without_pads(plan.real)
         buffers = [planner_buffers(part, image, self.backend) for part in parts]
         signature = Signature(
@@ -222,6 +221,12 @@ class Runner:
             chain=chain and chain._replace(plan=None),
         )
         return self._replay_or_record(signature, launch).without_pads(plan.real)
+
+    def _records(self, kind: StepKind, bucket: Bucket) -> bool:
+        """Whether steps of this shape are recorded: to decode, draft or verify, but no prompts."""
+        widths = self.widths if self.studio else range(1, RECORDED_ROWS + 1)
+        prompts = kind.name == GENERATE and 1 < bucket.width and bucket.emits < bucket.tokens
+        return self.graphs and (self.every or (captures(bucket, widths) and not prompts))
 
     def _load(
         self, steps: Sequence[tuple[StepPlan, Ids, StepKind]], how: Settings | None, wider: int
@@ -299,7 +304,7 @@ class Runner:
             assert output.logits is not None and output.sampled is not None, "settings were given"
             tokens, _ = output.sampled
             guesses.append((tokens, self.ops.compute_logprobs(output.logits, tokens, 0)[0]))
-        return first._replace(guesses=tuple(guesses))
+        return first._replace(logits=None, guesses=tuple(guesses))
 
     def _draft_in_place(self, rows: BoundRows, chain: Chain) -> StepOutput:
         """Samples the rows `shift` rows after those that the plan emits (only the device knows
@@ -325,7 +330,7 @@ class Runner:
                     model.hidden.index_copy_(0, at.long(), output.next_hidden)
                 rows = rows._replace(kind=chain.kind, ids=ids, arrays=replace(arrays, emit=at))
                 output = self._compute(rows)
-        return first
+        return first._replace(logits=None)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -367,6 +372,8 @@ class Runner:
         runner keeps no samples and a chain is asked for."""
         if self.buckets is None or width not in self.widths or (chain and not len(self.sampled)):
             return
+        if self.studio and width > RECORDED_ROWS:
+            return
         sizes = self.buckets.grid("requests")
         for at, n in enumerate(reversed(sizes), 1):
             emit = range(width) if every else [width - (chain.guesses if chain else 1)]
@@ -375,8 +382,10 @@ class Runner:
             zeros = torch.zeros(plan.real.emits, max(FLOATS, INTS), dtype=torch.int64)
             how = Settings(zeros[:, :FLOATS].float(), zeros[:, :INTS], False)
             self.run(plan, (), kind, how, chain=chain)
-            layout, last = self._layout(kind, plan.bucket), next(reversed(self.tapes))
-            each = self._all(layout, last.variants[0]) if self.studio else [()]
+            layout, last = self._layout(kind, plan.bucket), next(reversed(self.tapes), None)
+            each: list[tuple[Hashable, ...]] = [()]
+            if self.studio and last is not None and last.bucket == plan.bucket:  # it was captured
+                each = self._all(layout, last.variants[0])
             for wider in range(1, max(map(len, each))):
                 self.run(plan, (), kind, how, wider, chain)
             free = torch.cuda.mem_get_info()[0]
@@ -395,6 +404,8 @@ class Runner:
     ) -> StepOutput:
         """Replays a known launch. Records a new one, or runs it plainly if it may not recur."""
         tape, always = self.tapes.get(signature), bool(self.studio or self.every)
+        if self._failed[signature] >= CAPTURES:
+            return launch()
         self.warmth = COLD
         if tape is not None:
             tape.replay()
@@ -413,10 +424,16 @@ class Runner:
         try:
             tape.record(launch)
             self.tapes[signature] = tape
+        except torch.OutOfMemoryError:  # the launch alone needs less memory than its capture
+            self._failed[signature] += 1
+            tape = None
         except RuleError:
             if always or tape.output is None:
                 raise
             self.graphs = False  # only the recorder failed, the launch is done
+        if tape is None:
+            torch.cuda.empty_cache()
+            return launch()
         while not always and len(self.tapes) > 1:
             if len(self.tapes) <= TAPES and self._room.used() <= TAPE_BYTES:
                 break
