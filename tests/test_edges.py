@@ -153,6 +153,18 @@ def test_a_cache_takes_a_part_of_what_is_free():
     assert all(0 < part < 1 for part in memory.FRACTIONS)
 
 
+def test_the_outputs_of_graphs_are_taken_off_the_caches_part_of_the_memory(monkeypatch):
+    """Graphs with drafts for 256 requests keep 20 GB of logits, which no budget knew."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100 * PAGE)
+    config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
+    whole, _ = memory.cache_size((FULL,), config, 1000, CPU)
+    less, text = memory.cache_size((FULL,), config, 1000, CPU, 30 * PAGE)
+    assert 40 < whole[0] <= 50 and 15 < less[0] <= 20
+    assert f"less {30 * PAGE:,} B for the outputs of graphs" in text.splitlines()[0]
+    with pytest.raises(RuleError, match="the cache holds at least one page; got -"):
+        memory.cache_size((FULL,), config, 1000, CPU, 60 * PAGE)
+
+
 def test_a_window_never_needs_more_than_the_whole_cache():
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8, max_total_tokens=100)
     found, text = memory.cache_size((FULL, WINDOW), config, 1001, CPU)

@@ -452,11 +452,27 @@ def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
         slice_plan(build(specs, []), one)
 
 
+def test_a_tree_with_more_branches_than_nodes_fits_into_named_buckets():
+    """A level of a draft has top-k rows, though the tree keeps fewer nodes: with named bucket sizes
+    every step failed."""
+    sizes = {"bucket_sizes": (64,), "chunked_prefill_size": 64, "max_running_requests": 20}
+    tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 8}
+    options = {**EAGLE3, **tree, "speculative_num_draft_tokens": 3, "max_total_tokens": 4000}
+    engine = made(LLAMA, **sizes, **options)
+    plain = made(LLAMA, max_running_requests=20, max_total_tokens=4000)
+    found = []
+    for each in (plain, engine):
+        jobs = [each.add(words(4, n), replace(PLAIN, max_tokens=8)) for n in range(20)]
+        run(each)
+        found.append([bits(job) for job in jobs])
+    assert found[0] == found[1] and sum(job.output("").speculated.drafted for job in jobs) > 40
+
+
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
 def test_a_chain_that_cannot_be_recorded_runs_once(how, monkeypatch):
     """After the refusal the chain used to run again although its rows had already advanced, and
     gave other guesses."""
-    computed, kinds, wish = Runner._computed, list[str](), replace(PLAIN, temperature=1.0, seed=2)
+    computed, kinds, wish = Runner._compute, list[str](), replace(PLAIN, temperature=1.0, seed=2)
 
     def asking(self: Runner, rows: BoundRows) -> StepOutput:
         kinds.append(rows.kind.name)
@@ -464,7 +480,7 @@ def test_a_chain_that_cannot_be_recorded_runs_once(how, monkeypatch):
             torch.ones(1).item()
         return computed(self, rows)
 
-    monkeypatch.setattr(Runner, "_computed", asking)
+    monkeypatch.setattr(Runner, "_compute", asking)
     monkeypatch.setattr(runner_module, "STEADY", dict.fromkeys((*DRAFTS, GENERATE, VERIFY), 0))
     found = []
     for graphs in (False, None):

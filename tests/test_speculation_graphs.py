@@ -4,6 +4,7 @@ the device while the target's step is planned."""
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -121,6 +122,38 @@ def test_chains_are_as_long_for_who_is_near_the_contexts_end(how, steps, page_si
     assert counts.drafted and engine.runner.replays[VERIFY] > 0
 
 
+@pytest.mark.parametrize(
+    ("count", "chunk", "most"),
+    [(3, 64, 6), (6, 42, 6), (6, 41, 3), (6, 24, 3), (6, 23, 1), (6, 12, 1), (6, 11, 0)],
+)
+def test_drafts_that_do_not_all_fit_into_a_step_are_shorter_for_all(
+    count, chunk, most, monkeypatch
+):
+    """The first requests used to get whole drafts, one the rest and the others none: such a step
+    has no recorded launch, so with the default chunk 40 requests never verified by a graph."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    plain = replace(WISH, temperature=0, max_tokens=24)
+    asked = [(words(6, n), replace(plain, seed=n)) for n in range(count)]
+    own = {"chunked_prefill_size": chunk, "max_total_tokens": 4000}
+    want, _ = answers(made(LLAMA, **own), asked)
+    speculative = {**EAGLE3, "speculative_num_steps": 6, "speculative_num_draft_tokens": None}
+    engine = recorded(LLAMA, True, monkeypatch, **own, **speculative)
+    widths, run = Counter[int](), engine.runner.run
+
+    def watch(plan: Any, ids: Any, kind: Any, *how: Any, **more: Any) -> Any:
+        drafts = len(plan.emit) == len(plan.positions) > count
+        if kind.name == GENERATE and drafts and plan.real.requests == count:
+            widths[plan.bucket.width] += 1
+        return run(plan, ids, kind, *how, **more)
+
+    engine.runner.run = watch
+    got, _ = answers(engine, asked)
+    assert [each[:2] for each in got] == [each[:2] for each in want]
+    assert max(widths, default=1) == most + 1, widths
+    assert 0 not in widths, "every request has as many rows"
+
+
 def test_a_lone_request_may_have_a_lone_guess(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
@@ -134,8 +167,9 @@ def test_a_lone_request_may_have_a_lone_guess(monkeypatch):
 @pytest.mark.parametrize("how", [{}, NGRAM, CHAIN, TREE], ids=["plain", "ngram", "chain", "tree"])
 def test_captured_launches_have_the_widths_of_one_row_and_of_drafts(how):
     engine = made(QWEN3, **how)
-    widths = engine.speculation.shape.widths if how else (1,)
-    pages = CONTEXT // 4
+    shape = engine.speculation.shape if how else None
+    widths = shape.widths if shape else (1,)
+    pages = (CONTEXT + (2 * shape.steps if shape else 0)) // 4 + bool(shape and shape.steps % 2)
     assert engine._buckets(True, 600) == Buckets.for_decoding(8, pages, 600, widths)
     assert engine._buckets(False, 600) is None
 

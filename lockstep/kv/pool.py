@@ -72,7 +72,11 @@ def check_fits(needed_bytes: int, what: str, there: int) -> None:
 
 
 def cache_size(
-    specs: Sequence[GroupSpec], config: EngineConfig, context_length: int, device: torch.device
+    specs: Sequence[GroupSpec],
+    config: EngineConfig,
+    context_length: int,
+    device: torch.device,
+    outputs: int = 0,
 ) -> tuple[tuple[int, ...], str]:
     """Returns the largest cache that the budget allows and that the running requests could fill:
     pages per group (0 for a fresh one), and the arithmetic as text. A full group needs a slot per
@@ -85,7 +89,7 @@ def cache_size(
     fraction = config.mem_fraction_static or FRACTIONS[gpu]
     tokens = config.max_total_tokens or config.max_running_requests * context_length
     if config.max_total_tokens is None:
-        budget = int(free * fraction)
+        budget = int(free * fraction) - outputs
         while tokens > 0 and total_bytes(specs, config, tokens) > budget:
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
@@ -96,6 +100,8 @@ def cache_size(
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
     card = f", {fraction} of the GPU's free {free:,} B at most" if gpu else ""
+    if outputs:
+        card += f", less {outputs:,} B for the outputs of graphs"
     return pages, f"cache for {tokens:,} tokens{card}\n{arithmetic(stored)}"
 
 

@@ -149,10 +149,14 @@ class Engine:
         if draft is not None:
             self.kinds[DRAFT] = draft.kind
         specs = self.specs = group_specs(self.kinds.values())
-        pages, memory_text = cache_size(specs, config, self.context_length, ops.device)
         graphs = config.graphs
         if graphs is None:  # on a CPU, where recording is faster
             graphs = self.on_gpu or (parts.backend.caps.graphs and hasattr(ops.linear, TRANSPARENT))
+        launches = list[drafts.Launch]()  # that a GPU captures now
+        if graphs and self.on_gpu and GENERATE in self.kinds:
+            launches = drafts.launches(config, self.kinds[GENERATE], draft)
+        outputs = drafts.logits_of(launches, config) * self.info.vocab_size * ops.dtype.itemsize
+        pages, memory_text = cache_size(specs, config, self.context_length, ops.device, outputs)
         buckets, every = self._buckets(graphs and self.on_gpu, 2 * max(pages)), bool(config.graphs)
         self.runner = Runner(
             specs, pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap, every=every
@@ -175,9 +179,9 @@ class Engine:
         self._all_held = False  # every request of the last launched step waits for it to settle
         # the result of a step that has happened, until it is written to its generations
         self._settled: StepResult | None = None
-        if graphs and self.on_gpu and GENERATE in self.kinds:
-            for kind, width, every, chain in drafts.launches(config, self.kinds[GENERATE], draft):
-                self.runner.capture(kind, say, width, every, chain)
+        for kind, width, every, chain in launches:
+            self.runner.capture(kind, say, width, every, chain)
+        if launches:
             gc.freeze()  # a full collection of all this would stall a step for 0.2 s
 
     @property
@@ -539,9 +543,10 @@ class Engine:
             return Buckets(config.bucket_sizes, *others)
         if not captured:
             return None
-        widths = drafts.shape_of(config).widths if config.speculative_algorithm else (1,)
-        most, each = config.max_running_requests, -(-self.context_length // config.page_size)
-        return Buckets.for_decoding(most, each, most_pages, widths)
+        shape = drafts.shape_of(config) if config.speculative_algorithm else None
+        keys = self.context_length + (2 * shape.steps if shape else 0)  # pads of a chain included
+        most, each = config.max_running_requests, -(-keys // config.page_size)
+        return Buckets.for_decoding(most, each, most_pages, shape.widths if shape else (1,))
 
     def _new_scheduler(self, arrivals: int = 0) -> Scheduler:
         pools = [PagePool(n) if n else None for n in self._num_pages]

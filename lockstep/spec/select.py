@@ -4,13 +4,14 @@ An algorithm is a file beside this one. Knows names, defaults and the requiremen
 engine calls it when it is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
 from lockstep.config import EngineConfig
 from lockstep.models.loader import Info, Loaded
+from lockstep.plan.bucket import Buckets
 from lockstep.run.kind import StepKind, group_specs, kinds_of
 from lockstep.run.runner import Chain, Runner
 from lockstep.spec.draft import Draft, DraftModel, DraftSetup
@@ -21,6 +22,7 @@ from lockstep.types import RuleError
 
 MOST = 1024  # most tokens of a draft, and of all its levels
 STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # default depths
+VARIANTS = 4  # most graphs of one shape (`Backend.wider`)
 FILES = {"draft": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
 
 Loader = Callable[[DraftSetup], DraftModel]
@@ -85,13 +87,13 @@ def load(
     return draft
 
 
-Launches = tuple[StepKind, int, bool, Chain | None]  # a kind, `width`, `every` and `chain`
+Launch = tuple[StepKind, int, bool, Chain | None]  # a kind, `width`, `every` and `chain`
 
 
-def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launches]:
+def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launch]:
     """Returns the steps to record when an engine starts, as `Runner.capture` takes them: the
     target's, chains' and verifying ones. Steps of trees are recorded when they occur."""
-    found: list[Launches] = [(target, 1, False, None)]
+    found: list[Launch] = [(target, 1, False, None)]
     if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
         found += [(target, n + 1, True, None) for n in shape.depths]
         if model is not None:
@@ -99,6 +101,13 @@ def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -
                 (model.extend, shape.steps + n, False, Chain(model.kind, n)) for n in shape.depths
             ]
     return found
+
+
+def logits_of(launches: Sequence[Launch], config: EngineConfig) -> int:
+    """Returns the most rows of logits that the graphs of these launches keep together."""
+    rows = sum(width if every else 1 for _, width, every, chain in launches if chain is None)
+    sizes = Buckets.for_decoding(config.max_running_requests, 0, 0).tokens
+    return VARIANTS * rows * sum(sizes)
 
 
 def speculation(

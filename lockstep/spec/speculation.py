@@ -58,6 +58,12 @@ class TreeShape:
         """Returns the shortest recorded chain of at least `steps` tokens; 0 for none."""
         return next(n for n in (0, *self.depths) if n >= steps)
 
+    def deepest(self, room: int) -> int:
+        """Returns the depth of the deepest recorded draft of at most `room` tokens; 0 for none."""
+        if self.top_k > 1:
+            return self.steps if max(self.nodes, self.top_k) <= room else 0
+        return max((n for n in self.depths if n <= room), default=0)
+
     def scratch(self, nodes: int) -> int:
         """Returns the scratch nodes that a request needs, for the target's or the draft's tree."""
         return 0 if self.top_k == 1 else max(nodes + 1, self.top_k * (self.steps - 1))
@@ -99,17 +105,25 @@ class Speculation:
         shape, uniform, asks = self.shape, self.runner.uniform, list[DraftRequest]()
         costs, count = self._costs(scheduler)
         min_chance = costs.min_chance(len(wanted) / count) if self.adaptive else 0.0
-        budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
-        behind = shape.steps if uniform else 0  # pad rows up to one width; the longest chain
-        longest = shape.rounded(max(wanted.values())) if uniform and shape.top_k == 1 else 0
+        budget = scheduler.config.chunked_prefill_size - len(scheduler.running)
+        if not uniform or scheduler.waiting or len(scheduler.running) > count:
+            budget //= 2  # the other half is for prompts
+        pad_rows = longest = 0
+        if uniform:  # all draft, as deep as all may, or none
+            most, pad_rows = shape.deepest(budget // len(wanted)), shape.steps
+            if not most:
+                self._acceptance.rests(number)
+                return
+            wanted = {request: min(steps, most) for request, steps in wanted.items()}
+            longest = shape.rounded(max(wanted.values())) if shape.top_k == 1 else 0
         for request, steps in wanted.items():
-            nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
-            if nodes < 1:
+            if budget < shape.top_k:  # a level of a tree has this many rows
                 break
-            room = (request, max(steps, longest) + 1 + behind, shape.scratch(nodes))
+            nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
+            room = (request, max(steps, longest) + 1 + pad_rows, shape.scratch(nodes))
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
-            budget -= nodes
+            budget -= max(nodes, shape.top_k)
             asks.append(
                 DraftRequest(request, params_of(request), min(steps, nodes), nodes, min_chance)
             )
