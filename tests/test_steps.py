@@ -143,7 +143,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
         )
         assert job.new_chunks()[-1].token_ids == want.token_ids
         rows.append(sum(seen))
-        cached.append([pool.kept.sum() for pool in made.scheduler.tree.groups.values()])
+        cached.append([pool.tree_refs.sum() for pool in made.scheduler.tree.groups.values()])
         assert interrupt.check_idle(made) == []
     assert rows[1] == rows[0] + 1 and cached[0] == cached[1]
 

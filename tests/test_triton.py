@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lockstep import order
 from lockstep.kernels.triton import launch
@@ -83,6 +84,27 @@ def test_on_the_card_every_feature_has_its_values_and_its_bits():
 
 def test_keys_are_written_with_one_rounding_and_moved_all_at_once():
     judge(cells("--checks", "cache"), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_more_keys_are_moved_in_a_step_than_one_program_can_hold(dtype):
+    """70 items behind a prompt of pages of 64 used to be an error on a GPU: their forks relocate
+    more than 4,096 rows in one step."""
+    from lockstep.kernels.triton import cache  # imports Triton
+
+    count = cache.MOVES + 251
+    storages = [
+        torch.arange(3 * count * n).remainder(251).to(torch.uint8).view(3 * count, n // 8, 8)
+        for n in (8, 24)
+    ]
+    rows = torch.randperm(3 * count)
+    sources, targets = rows[:count], rows[count // 2 :][:count]  # half of them are both
+    want = [storage.clone() for storage in storages]
+    for before, after in zip(storages, want, strict=True):
+        after[targets] = before[sources]
+    views = [storage.view(dtype) for storage in storages]
+    cache.move(views, torch.stack((sources, targets), 1).int())
+    assert all(torch.equal(a, b) for a, b in zip(storages, want, strict=True))
 
 
 @pytest.mark.parametrize("splits", [even(512), Splits(8, 512, 1024), Splits(4, 512, 2048)])

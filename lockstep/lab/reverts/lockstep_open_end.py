@@ -10,7 +10,7 @@ Mechanism:
 2. None is replaced by the class's default, 16.
 3. The answer ends there, with the reason "length".
 Key functions:
-`SamplingParams.new_len`, which takes the room that the context leaves.
+`SamplingParams.max_new_len`, which takes the room that the context leaves.
 Symptom:
 Every open-ended answer is cut, and its finish reason looks right.
 Risk and impact:
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: a default in place of what was asked for"
-TARGET = "lockstep.sample.params:SamplingParams.new_len"
+TARGET = "lockstep.sample.params:SamplingParams.max_new_len"
 CELLS = ("engine-end/llama", "engine-end/deepseek-v3")
 RELATED = ("lockstep-late-stop",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def new_len(self: Any, room: int) -> int:
+    def max_new_len(self: Any, room: int) -> int:
         return int(self.max_tokens or 16)
 
-    return new_len
+    return max_new_len
