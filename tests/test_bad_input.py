@@ -494,5 +494,5 @@ def test_a_context_beyond_the_models_is_refused_and_not_shortened():
     "prompts", [range(10**9), [range(2**40)], range(10**30)], ids=["prompts", "ids", "huge"]
 )
 def test_more_than_any_call_takes_is_refused_before_it_is_listed(llm: LLM, prompts: Any):
-    with pytest.raises(RuleError, match=r"there are at most 67,108,864 of them; got .*range\(0, 1"):
+    with pytest.raises(RuleError, match=r"has at most 67,108,864 entries; got .*range\(0, 1"):
         llm.generate(prompts)

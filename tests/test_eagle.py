@@ -300,7 +300,7 @@ BAD = {
     "draft_vocab_size is a whole number from 1 to the model's 61; got 0": (
         lambda config, weights: change(config, draft_vocab_size=0)
     ),
-    "reads behind three of the model's 2 layers; got \\[0, 1, 2\\]": (
+    "reads the states after three of the model's 2 layers; got \\[0, 1, 2\\]": (
         lambda config, weights: change(
             config, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         )

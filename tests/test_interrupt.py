@@ -546,7 +546,7 @@ def test_bad_priorities_and_tenants_are_one_line():
         model.generate([PROMPT], PARAMS, priority=1.5)
     with pytest.raises(RuleError, match="priority is a whole number"):
         model.engine.add(PROMPT, PARAMS, priority=None)
-    with pytest.raises(RuleError, match="a tenant is named by a string; got 7"):
+    with pytest.raises(RuleError, match="a tenant is a string; got 7"):
         model.engine.add(PROMPT, PARAMS, tenant=7)
     assert not model.engine.busy
 

@@ -228,7 +228,7 @@ def test_an_error_behind_accepted_tokens_ends_the_path_before_it():
         ({**NGRAM, "speculative_eagle_topk": 2}, "one chain from the text"),
         ({**NGRAM, "speculative_eagle_topk": 0}, "a whole number from 1"),
         ({"speculative_algorithm": "draft"}, "needs speculative_draft_model; got none"),
-        ({**CHAIN, "speculative_num_draft_tokens": 1}, "at least one behind it; got 1"),
+        ({**CHAIN, "speculative_num_draft_tokens": 1}, "at least one draft token; got 1"),
         ({**TREE, "speculative_num_draft_tokens": 23}, "from 3 to 21 draft tokens"),
         ({**CHAIN, "speculative_num_steps": 10**9}, "at most 1,024 tokens.* got 1,000,000,000 "),
         ({**TREE, "speculative_eagle_topk": 1025}, "3 levels of 1,025. Ask for fewer"),

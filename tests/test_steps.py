@@ -280,9 +280,9 @@ def test_tokens_that_cannot_have_been_generated_are_refused():
         (None, PARAMS, "a list of ids per completion; got None"),
         ([5], PARAMS, "a list of ids per completion; got 5"),
         (["ab"], PARAMS, "a list of ids per completion; got 'ab'"),
-        ([[5] * 11], PARAMS, "end where their completion does; got 11, and 10 count"),
-        ([[*end, 5]], STOPPED, "end where their completion does"),
-        ([[5]], replace(PARAMS, seed=None), "goes on names its seed; got None"),
+        ([[5] * 11], PARAMS, "past their completion's end; got 11, and 10 count"),
+        ([[*end, 5]], STOPPED, "past their completion's end"),
+        ([[5]], replace(PARAMS, seed=None), "continues generated tokens names its seed; got None"),
     ):
         with pytest.raises(RuleError, match=match):
             made.add(PROMPT, params, generated=generated)
@@ -295,7 +295,7 @@ def test_a_request_is_known_by_its_id():
     assert made.generations["mine"] is job
     with pytest.raises(RuleError, match="for itself; got a second 'mine'"):
         made.add(OTHER, PARAMS, request_id="mine")
-    with pytest.raises(RuleError, match="a request is named by a string; got 7"):
+    with pytest.raises(RuleError, match="a request_id is a string; got 7"):
         made.add(OTHER, PARAMS, request_id=7)
     made.abort(job)
     again = made.add(PROMPT, PARAMS, request_id="mine")

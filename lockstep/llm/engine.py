@@ -219,17 +219,17 @@ class Engine:
         if source and embed:
             rule = "embeddings come from decoders and encoders"
             raise RuleError(rule, "an encoder-decoder", "Use it for generation")
-        for what, name in (("a tenant", tenant), ("a request", request_id)):
+        for what, name in (("a tenant", tenant), ("a request_id", request_id)):
             if not isinstance(name, str):
-                rule = f"{what} is named by a string"
-                raise RuleError(rule, format_value(name), "Leave it out where there is one")
+                rule = f"{what} is a string"
+                raise RuleError(rule, format_value(name), "Leave it out for the default")
         room = self.context_length - len(ids)
         new = 0 if embed or scores_only else params.max_new_len(room)
         if new > room:
             rule = f"prompt and new tokens fit into the context of {self.context_length}"
             remedy = f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt"
             raise RuleError(rule, f"{len(ids)} + {new}", remedy)
-        first = "0 is everybody's, a higher one goes first"
+        first = "0 is the default, a higher one runs first"
         known = self._check_generated(generated, params, new)
         speculative = self.speculation is not None and params.speculative and new > 1
         spec = RequestSpec(
@@ -276,8 +276,8 @@ class Engine:
             rule = "tokens already generated are given for every completion or for none"
             raise RuleError(rule, f"{list(map(len, known))} for n={params.n}", "Give them all")
         if known and params.seed is None and not params.greedy:
-            rule = "a sampled request that goes on names its seed"
-            raise RuleError(rule, "None", "Take the one that its first part had")
+            rule = "a sampled request that continues generated tokens names its seed"
+            raise RuleError(rule, "None", "Pass the seed of its first part")
         return known if any(known) else ()
 
     def _free_id(self) -> str:
@@ -292,8 +292,8 @@ class Engine:
             self._clean_up()
             self.scheduler.refuse(spec)
             if spec.request_id in self.generations:
-                rule = "a request that is not done has its id for itself"
-                raise RuleError(rule, f"a second {spec.request_id!r}", "Name it otherwise")
+                rule = "unfinished requests have different ids"
+                raise RuleError(rule, f"a second {spec.request_id!r}", "Choose another id")
             request = Request(spec, self.scheduler.arrivals)
             text = (self.tokenizer, self.info.eos_token_ids)
             generation = Generation(params, request, text, caller)

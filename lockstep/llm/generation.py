@@ -180,7 +180,7 @@ class Generation:
         for completion, token_ids in zip(self.completions, generated, strict=True):
             kept, completion.over = completion.accept(token_ids).cut(completion.most)
             if len(kept) < len(token_ids):
-                rule = "tokens already generated end where their completion does"
+                rule = "generated tokens do not continue past their completion's end"
                 raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
             text = {0: tuple(completion.ahead)} if completion.searched else {}
             TokenUpdates([completion], [0], [0], {0: token_ids}, text).write()

@@ -94,7 +94,7 @@ def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> li
         count = MOST + 1
     if count > MOST:
         got = f"{format_value(value)} ({count:,})"
-        raise RuleError(f"there are at most {MOST:,} of them", got, "Pass fewer")
+        raise RuleError(f"a list of prompts or ids has at most {MOST:,} entries", got, "Pass fewer")
     if not isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
         with suppress(TypeError):  # not iterable, or an array without dimensions
             return list(value)

@@ -391,7 +391,7 @@ def _prove(count: int, differs: Callable[[T], bool], trials: Iterable[tuple[str,
             if differs(rows):
                 rule = "a row has the same bits whatever rows are computed with it"
                 got = f"a difference at {what} and {count} threads"
-                raise NotCertified(rule, got, "Use another GEMM kernel or backend")
+                raise NotCertified(rule, got, "Use another attention backend")
 
 
 def ranges(kind: str, positions: Sequence[int]) -> list[RowRange]:

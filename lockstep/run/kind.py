@@ -82,5 +82,5 @@ def group_specs(kinds: Iterable[StepKind]) -> tuple[GroupSpec, ...]:
     found = {g: spec for kind in kinds for g, spec in zip(kind.groups, kind.specs, strict=True)}
     if sorted(found) != list(range(len(found))):
         rule = "the groups of an engine are numbered without gaps"
-        raise RuleError(rule, f"{sorted(found)}", "Let a second model's begin behind the first's")
+        raise RuleError(rule, f"{sorted(found)}", "Number it after the first's groups")
     return tuple(found[g] for g in range(len(found)))

@@ -38,7 +38,7 @@ class Call:
             if made[at].shape != memory.shape or made[at].dtype != memory.dtype:
                 rule = "a recorded call gives results of one shape"
                 got = f"{_text(memory)}, then {_text(made[at])}"
-                raise RuleError(rule, got, f"Bound {self.function} by the bucket")
+                raise RuleError(rule, got, f"Give {self.function} a shape by the bucket")
             memory.copy_(made[at])
 
 
@@ -82,7 +82,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if asks_numbers(func, args):
             rule = "the shapes of a recorded launch are those of its bucket"
-            got = f"{func}, which asks the numbers"
+            got = f"{func}, which depends on values of tensors"
             self.refusal = RuleError(rule, got, "Run it without recording, or make it an operation")
             threads.OWN.tape = None
             return func(*args, **kwargs)

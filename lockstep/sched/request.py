@@ -54,7 +54,7 @@ class RequestSpec:
 
     def __post_init__(self) -> None:
         if self.n > 1 and (self.embed or not self.max_new_tokens):
-            raise RuleError("n counts completions", f"n={self.n} and no new tokens", "Use n=1")
+            raise RuleError("n > 1 needs new tokens", f"n={self.n} and none", "Use n=1")
         if self.embed and (self.encoder_ids or self.wants_prompt_logprobs):
             rule = "an embedding has no encoder and no log-probabilities"
             raise RuleError(rule, "both asked for", "Ask for one of them")

@@ -120,7 +120,7 @@ class Scheduler:
         """Takes in a step's results; `accepted` has an entry per sample of its requests, in order.
         Returns the requests that end with it. Requests that ended before get nothing."""
         if step is not next(iter(self._launched), None):
-            rule = "of the steps that were launched the first is settled, once"
+            rule = "launched steps are settled in order, each once"
             raise RuleError(rule, "another one", "Settle them in order")
         batch, got = step.batch, len(accepted.token_ids)
         if got != batch.samples:
@@ -153,7 +153,7 @@ class Scheduler:
             wanted[ENCODE] = "an encoder"
         for name, what in wanted.items():
             if name not in self.kinds:
-                raise RuleError("a model does what it has layers for", what, "Use another model")
+                raise RuleError("the model supports the request", what, "Use another model")
         size = self.config.chunked_prefill_size
         whole = len(spec.prompt) if spec.embed else len(spec.encoder_ids)
         if whole > size:
@@ -327,7 +327,7 @@ class Scheduler:
     def _reserve(self, request: Request, want: int) -> int:
         """Releases pages outside the window, then reserves up to `want` rows; returns how many."""
         table, begin = request.table, request.cached_len
-        assert table is not None, "a request without a table has no turn"
+        assert table is not None, "only a request with a page table reserves pages"
         self._store(request)
         table.release(request.settled_len)
         try:
@@ -410,7 +410,7 @@ class Scheduler:
             return []
         reason = None if rows.samples or at < len(request.tokens) else "length"
         if accepted and rows.parents is None and len(accepted[0].token_ids) > 1:
-            rule = "several tokens at once come from the rows of a tree"
+            rule = "a step gives a request several tokens only for a draft"
             raise RuleError(rule, f"{len(accepted[0].token_ids)} from one row", "Propose a tree")
         if accepted:
             kept, reason = accepted[0].cut(len(spec.prompt) + spec.max_new_tokens - at)
@@ -457,7 +457,7 @@ class Scheduler:
         else:
             nodes = accepted[0].nodes
             if len(nodes) != len(accepted[0].token_ids):
-                rule = "a tree's tokens are those behind the nodes that are accepted"
+                rule = "each accepted node of a tree gives one token"
                 got = f"{len(accepted[0].token_ids)} tokens and {len(nodes)} nodes"
                 raise RuleError(rule, got, "Name the path from the root on")
             if not rows.chain:  # keys already in place, before moves are pending

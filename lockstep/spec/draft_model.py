@@ -24,7 +24,7 @@ def of(loaded: Loaded, setup: DraftSetup) -> DraftModel:
     """Returns an already loaded model as the draft of a target."""
     (model, info), target = loaded, setup.target.info
     if model.encodes or not model.generates:
-        rule = "a draft continues text"
+        rule = "a draft model generates text"
         raise RuleError(rule, f"a model of type {info.model_type}", "Use a decoder")
     if info.vocab_size != target.vocab_size:
         rule = f"a draft has the vocabulary of its target, {target.vocab_size} tokens"

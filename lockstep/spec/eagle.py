@@ -227,5 +227,5 @@ def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> N
         raise RuleError(rule, format_value(raw.get("num_hidden_layers")), "Use one of one layer")
     for name in OTHERS:
         if raw.get(name):
-            rule = f"a head is in its authors' layout, without {name}"
+            rule = f"a head's config.json does not set {name}"
             raise RuleError(rule, format_value(raw[name]), "Use one in that layout")

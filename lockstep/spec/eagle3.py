@@ -80,7 +80,7 @@ def fused_layers(raw: Raw, layers: int) -> tuple[int, ...]:
     ids = [1, layers // 2 - 1, layers - 4] if named is None else named
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < layers for i in ids)
     if not whole or len(ids) != 3:
-        rule = f"an EAGLE-3 head reads behind three of the model's {layers} layers"
+        rule = f"an EAGLE-3 head reads the states after three of the model's {layers} layers"
         raise RuleError(rule, format_value(ids), f"Name them in config.json, eagle_config.{LAYERS}")
     return tuple(ids)
 

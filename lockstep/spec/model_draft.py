@@ -456,7 +456,7 @@ class ModelDraft:
 
 def table_of(request: Request) -> PageTable:
     """Returns the page table of a request that drafts."""
-    assert request.table is not None, "who drafts holds pages"
+    assert request.table is not None, "a request that drafts has a page table"
     return request.table
 
 

@@ -33,7 +33,7 @@ def shape_of(config: EngineConfig) -> TreeShape:
     steps = config.speculative_num_steps or STEPS[config.speculative_algorithm or ""]
     rows, k = config.speculative_num_draft_tokens, config.speculative_eagle_topk or 1
     if rows is not None and rows < 2:
-        rule = "speculative_num_draft_tokens counts the last token and at least one behind it"
+        rule = "speculative_num_draft_tokens counts the last token and at least one draft token"
         raise RuleError(rule, str(rows), "Use 2 or more")
     if rows is not None and k == 1 and config.speculative_num_steps is None:
         steps = rows - 1

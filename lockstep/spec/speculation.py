@@ -297,8 +297,8 @@ class Speculation:
         self._acceptance.rest, self._first_try = acceptance.rest, settled + FIRST_TRY
         if self._report is not None:  # once
             self._report(
-                f"speculation: guesses, {acceptance.rate:.0%} of them right, do not pay for their "
-                f"rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
+                f"speculation: drafts do not pay, with {acceptance.rate:.0%} of their tokens right; "
+                f"decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
             )
             self._report = None
         return 0
