@@ -297,7 +297,7 @@ class Speculation:
         self._acceptance.rest, self._first_try = acceptance.rest, settled + FIRST_TRY
         if self._report is not None:  # once
             self._report(
-                f"speculation: drafts do not pay, with {acceptance.rate:.0%} of their tokens right; "
+                f"speculation does not pay: {acceptance.rate:.0%} of draft tokens are right; "
                 f"decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
             )
             self._report = None
