@@ -30,7 +30,7 @@ from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.nn import decoder
 from lockstep.ops import Activation, active_modes, mark_operations, operation
-from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.bucket import RECORDED_ROWS, Buckets, pad
 from lockstep.plan.build import RequestWork, build
 from lockstep.run import runner as runner_module
 from lockstep.run import tape as tape_module
@@ -306,7 +306,7 @@ def test_steps_that_decode_are_replayed_unless_told_otherwise_with_the_bits_of_r
         assert answers(usual, ARRIVALS) == want
         assert usual.runner.replays[GENERATE] > 3
         widths = {each.bucket.width for each in usual.runner.tapes}
-        assert 1 in widths and max(widths) <= runner_module.NARROW and 0 not in widths
+        assert 1 in widths and max(widths) <= RECORDED_ROWS and 0 not in widths
         assert usual.scheduler.counters["preempted"] or not options
 
 

@@ -157,7 +157,8 @@ class ModelDraft:
         made, self._made = self._made, None
         if made is not None and made.number and (trees := self._take_early_chains(made, requests)):
             return trees
-        asks = [ask for ask in requests if self._ready(ask.request)]
+        able = [ask for ask in requests if self._ready(ask.request)]
+        asks = able[: self.rows // self.top_k]  # a level of a tree has top_k rows
         grown = self._grow_drafts(asks) if asks else []
         found = dict(zip([ask.request for ask in asks], grown, strict=True))
         return [found.get(ask.request, NO_DRAFT) for ask in requests]

@@ -61,7 +61,7 @@ class TreeShape:
     def deepest(self, room: int) -> int:
         """Returns the depth of the deepest recorded draft of at most `room` tokens; 0 for none."""
         if self.top_k > 1:
-            return self.steps if max(self.nodes, self.top_k) <= room else 0
+            return self.steps if self.nodes <= room else 0
         return max((n for n in self.depths if n <= room), default=0)
 
     def scratch(self, nodes: int) -> int:
@@ -117,13 +117,13 @@ class Speculation:
             wanted = {request: min(steps, most) for request, steps in wanted.items()}
             longest = shape.rounded(max(wanted.values())) if shape.top_k == 1 else 0
         for request, steps in wanted.items():
-            if budget < shape.top_k:  # a level of a tree has this many rows
+            if budget < 1:
                 break
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             room = (request, max(steps, longest) + 1 + pad_rows, shape.scratch(nodes))
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
-            budget -= max(nodes, shape.top_k)
+            budget -= nodes
             asks.append(
                 DraftRequest(request, params_of(request), min(steps, nodes), nodes, min_chance)
             )
