@@ -320,11 +320,11 @@ def test_auto_is_a_gpu_that_we_know_and_otherwise_the_cpu(monkeypatch: pytest.Mo
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert devices.find() == ("cpu", "no GPU is visible")
-    assert devices.select("auto")[1].reason.startswith("no GPU is visible, computes in its own")
+    assert devices.select("auto")[1].reason.startswith("no GPU is visible, computes in float32")
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(cuda, "get_device_capability", lambda: (8, 0))
-    assert devices.find() == ("cpu", "NVIDIA A100 is sm_80 and not of the class sm_90")
+    assert devices.find() == ("cpu", "NVIDIA A100 is sm_80; only sm_90 is supported")
     monkeypatch.setattr(cuda, "get_device_capability", lambda: (9, 0))
     assert devices.find().name == "cuda"
 

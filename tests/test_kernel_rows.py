@@ -274,7 +274,7 @@ def test_more_threads_than_processors():
 
 def test_helpers_come_back_after_they_were_sent_home():
     assert product()
-    threads.HELPERS.leave()
+    threads.HELPERS.stop()
     assert not threads.HELPERS.threads
     assert product()
 
@@ -305,7 +305,7 @@ def test_a_forked_process_has_helpers_of_its_own_and_torch_one_thread():
 @pytest.mark.parametrize("shares", [1, 4])
 def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
     """The helpers were told to leave and serve nothing: the caller does all the work."""
-    threads.HELPERS.leave()
+    threads.HELPERS.stop()
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(1):
         want = gemm.linear(x, weight)

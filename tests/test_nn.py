@@ -541,9 +541,9 @@ def test_whole_and_sharded_folders_give_the_same_model(good, folder):
     assert torch.equal(one.logits(hidden), two.logits(hidden))
     assert (info.model_type, info.vocab_size, info.eos_token_ids) == ("llama", 50, (2,))
     assert one.generates
-    assert info.device == ("cpu", "computes in its own float32")
+    assert info.device == ("cpu", "computes in float32, its default")
     asked = EngineConfig(dtype="float32", device="cpu")
-    assert load(good, asked).info.device == ("cpu", "computes in float32, as asked")
+    assert load(good, asked).info.device == ("cpu", "computes in float32, as requested")
 
 
 def test_half_precision_files_are_widened_exactly(folder):

@@ -119,7 +119,7 @@ def test_it_is_certified_and_chosen_by_its_name(outside, tmp_path):
             model=str(tmp_path), device="rowwise", chunked_prefill_size=8, context_length=80
         )
     )
-    assert made.info.device == ("rowwise", "computes in its own bfloat16")
+    assert made.info.device == ("rowwise", "computes in bfloat16, its default")
     assert made.attention.name == "rowwise", "no other backend takes bfloat16 rows there"
 
 
@@ -128,7 +128,7 @@ def test_a_device_that_is_not_there_and_a_dtype_it_has_not(outside):
         select("rowwis")
     with pytest.raises(RuleError, match="dtype on rowwise is one of bfloat16; got 'float32'"):
         select("rowwise", "float32")
-    assert select("rowwise", "bfloat16")[1].reason == "computes in bfloat16, as asked"
+    assert select("rowwise", "bfloat16")[1].reason == "computes in bfloat16, as requested"
 
 
 def test_two_devices_of_one_name_are_an_error_naming_both(outside, tmp_path, monkeypatch):

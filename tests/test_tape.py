@@ -166,7 +166,7 @@ def test_a_replay_that_is_told_of_a_row_that_is_not_there_is_refused_and_writes_
     assert storage.sum() == 32
     slots[1] = 4
     storage.zero_()
-    with pytest.raises(RuleError, match="rows that are read or written are there"):
+    with pytest.raises(RuleError, match="every row index that a replayed launch reads or writes"):
         tape.replay()
     assert storage.sum() == 0
     with pytest.raises(IndexError, match="slot 7 is out of bounds for axis 0 with size 4"):

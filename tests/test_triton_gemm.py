@@ -77,15 +77,15 @@ def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
 
 
 def test_a_variant_has_a_name_of_its_own() -> None:
-    from lockstep.kernels.triton.variants import hear, variants
+    from lockstep.kernels.triton.variants import record, variants
 
     found: dict[str, str] = {}
     heard = {"compile": {"constants": {}, "specialization_data": "one"}}
     kernel = SimpleNamespace(name="gemm_kernel", jit_function=SimpleNamespace(arg_names=[]))
-    assert hear(found, "16", kernel, **heard) and hear(found, "16", kernel, **heard)
+    assert record(found, "16", kernel, **heard) and record(found, "16", kernel, **heard)
     heard["compile"]["specialization_data"] = "another"
-    with pytest.raises(RuleError, match="a variant has a name of its own; got gemm 16"):
-        hear(found, "16", kernel, **heard)
+    with pytest.raises(RuleError, match="each variant has its own name; got gemm 16"):
+        record(found, "16", kernel, **heard)
     assert set(COMPILED) <= set(variants())
 
 

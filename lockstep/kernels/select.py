@@ -32,13 +32,12 @@ def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
         return ops, Choice(name, f"{found}, {choice.reason}")
     ops = mark_operations(DEVICES.make(name))
     if dtype == "auto":
-        return ops, Choice(name, f"computes in its own {ops.dtypes[0]}")
+        return ops, Choice(name, f"computes in {ops.dtypes[0]}, its default")
     if dtype not in ops.dtypes:
         rule = f"dtype on {name} is one of {', '.join(ops.dtypes)}"
-        raise RuleError(rule, repr(dtype), "Leave it out: stored weights are brought to it")
-    return mark_operations(DEVICES.make(name, dtype)), Choice(
-        name, f"computes in {dtype}, as asked"
-    )
+        raise RuleError(rule, repr(dtype), f"Leave dtype out to compute in {ops.dtypes[0]}")
+    choice = Choice(name, f"computes in {dtype}, as requested")
+    return mark_operations(DEVICES.make(name, dtype)), choice
 
 
 def find() -> Choice:
@@ -47,5 +46,5 @@ def find() -> Choice:
         return Choice("cpu", "no GPU is visible")
     (major, minor), card = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
     if major != KNOWN:
-        return Choice("cpu", f"{card} is sm_{major}{minor} and not of the class sm_{KNOWN}0")
-    return Choice("cuda", f"{card} is there")
+        return Choice("cpu", f"{card} is sm_{major}{minor}; only sm_{KNOWN}0 is supported")
+    return Choice("cuda", f"{card} is available")

@@ -111,12 +111,10 @@ def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: 
     boundary = end
     if job.start[token] < job.hi[token]:
         boundary = min(max(np.int64(job.start[token]), begin), end)
-    p = begin
+    p, size = begin, job.page_size
     while p < boundary:
-        slot = np.int64(
-            paged(job.page_ids, job.page_indptr, job.first_pos, job.page_size, unit.request, p)
-        )
-        stop = min(boundary, p + job.page_size - p % job.page_size)
+        slot = np.int64(paged(job.page_ids, job.page_indptr, job.first_pos, size, unit.request, p))
+        stop = min(boundary, p + size - p % size)
         for key in range(p - position, stop - position):
             scratch.k_at[key] = k_base + slot * job.k_slot
             scratch.v_at[key] = v_base + slot * job.v_slot

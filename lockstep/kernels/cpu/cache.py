@@ -54,8 +54,7 @@ def cached_here(name: str) -> Iterator[bool]:
         except OSError:
             writable = False
         if not writable or not any(place.rglob("*.nbc")):
-            text = f"compiling the CPU {name} kernel, once per machine ..."
-            print(text, file=sys.stderr, flush=True)
+            print(f"compiling CPU kernel {name}, once per machine ...", file=sys.stderr, flush=True)
         config.CACHE_DIR = str(place) if writable else before
         try:
             yield writable

@@ -40,8 +40,9 @@ class Panels:
 def pack(weight: Tensor, bias: Tensor | None) -> Panels:
     """Packs weight [n, k] or [groups, n, k] and its bias: as bfloat16 if exact, else float32."""
     n, k = weight.shape[-2:]
-    biases = [None] * weight.numel() if bias is None else bias.view(-1, n)
-    groups = [_panels(w, b) for w, b in zip(weight.reshape(-1, n, k), biases)]
+    weights = weight.reshape(-1, n, k)
+    biases = [None] * len(weights) if bias is None else bias.view(-1, n)
+    groups = [_panels(w, b) for w, b in zip(weights, biases)]
     if any(group.dtype is torch.float32 for group in groups):
         groups = [group.float() for group in groups]
     return Panels(torch.stack(groups) if len(groups) > 1 else groups[0][None], n)

@@ -203,11 +203,9 @@ def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
         places = [lane + i for lane in range(0, LANES, PIECE) for i in own]
         return lanes.shuffle_ir(builder, a, b, places)
 
-    pairs = [
-        [pick(rows[0], rows[1], index), pick(rows[2], rows[3], index)]
-        for index in ((0, 4, 1, 5), (2, 6, 3, 7))
-    ]
-    return [pick(a, b, index) for a, b in pairs for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
+    a, b, c, d = rows
+    pairs = [(pick(a, b, index), pick(c, d, index)) for index in ((0, 4, 1, 5), (2, 6, 3, 7))]
+    return [pick(x, y, index) for x, y in pairs for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
 def concat_ir(builder: Any, parts: list[Any]) -> Any:

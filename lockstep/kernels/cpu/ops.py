@@ -45,7 +45,7 @@ class Ops:
     dtypes: tuple[str, ...] = ("float32",)
     device = torch.device("cpu")
     machine = f"cpu-{platform.machine()}"
-    gemm_order = Choice("fma_chain", "our own, one fma chain per element")
+    gemm_order = Choice("fma_chain", "our own kernel: one fma chain per element")
 
     def __init__(self, dtype: str = "float32") -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)

@@ -19,14 +19,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import elementary, lanes, threads
 from lockstep.kernels.cpu.elementary import cos_sin, erf, exp2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, less, load, maximum, mul, select, store, sub
-from lockstep.kernels.cpu.threads import (
-    ENTRIES,
-    empty,
-    float32_at,
-    int32_at,
-    int64_at,
-    prefetch_rows,
-)
+from lockstep.kernels.cpu.threads import empty, float32_at, int32_at, int64_at, prefetch_rows
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
@@ -40,7 +33,6 @@ KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 # of gelu: sqrt(1/2), sqrt(2/pi) and the factor of the cube
 ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
-FAULT = threads.FAULT
 SHORTEST = 1e-12  # vectors are divided by their length, or by this if they are shorter
 
 
@@ -165,7 +157,7 @@ def take(x: Tensor, which: Tensor) -> Tensor:
 
 def _checked(record: "array[int] | None", numbers: Tensor, size: int) -> None:
     """Raises IndexError if the call found a number outside of [0, size)."""
-    if record and record[FAULT]:
+    if record and record[threads.FAULT]:
         number = next(each for each in numbers.tolist() if not 0 <= each < size)
         raise IndexError(f"slot {number} is out of bounds for axis 0 with size {size}")
 
@@ -226,13 +218,13 @@ def _bits(value: float) -> int:
 
 def unit(at: Any, nth: Any, worker: Any) -> None:
     """Computes up to `each` outer rows. The entries are `_call`'s."""
-    record = int64_at(at + ENTRIES)
+    record = int64_at(at + threads.ENTRIES)
     x, x_outer, x_inner, y, outer, inner, n, each = (
         record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8],
     )  # fmt: skip
     first, last = nth * each, min((nth + 1) * each, outer)
     if record[0] >= WRITE and missing_slots(record) > 0:
-        int64_at(at)[FAULT], last = 1, first
+        int64_at(at)[threads.FAULT], last = 1, first
     prefetch_rows(at, x, x_outer, first, last, min(x_outer, 8 * n * inner))
     for i in range(first, last):
         for j in range(inner):
@@ -254,7 +246,7 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     if what == NORM:
         norm(x, y, n, record[9], record[10])
     elif what == TURN:
-        rotate_head(x, y, n, i, record[9], record[10], record[11], record[12])
+        rotate(x, y, n, i, record[9], record[10], record[11], record[12])
     elif what == GATE:
         gate_row(y, n, x, x + 4 * n, record[9], 0)
     elif what == HEADS:
@@ -306,12 +298,11 @@ def head(record: Any, i: Any, j: Any, x: Any) -> None:
     if record[9]:
         norm(x, y, n, weight, record[10])
         x = y
-    rotate_head(x, y, n, i, record[11], record[12], record[13], 0)
+    rotate(x, y, n, i, record[11], record[12], record[13], 0)
 
 
-f: Any = None  # the elementwise function of a loop; `work` binds one per `LoopTemplate`
-# a loop with its own f; called with the loop's arguments
-LoopTemplate = namedtuple("LoopTemplate", "loop f")
+f: Any = None  # the elementwise function of a loop; `work` binds one per `Loop`
+Loop = namedtuple("Loop", "template f")  # called with the template's arguments
 
 
 def map_loop(y: Any, n: Any, x: Any, a: Any) -> None:
@@ -362,9 +353,7 @@ def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None
     add_row(y, n, y, bias, 0, 0)
 
 
-def rotate_head(
-    x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any
-) -> None:
+def rotate(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
     """Computes one head of row i of `rope`; may be in place if not interleaved."""
     cos, sin = cos + 4 * half * i, sin + 4 * half * i
     xs, ys, cs, ss = float32_at(x), float32_at(y), float32_at(cos), float32_at(sin)
@@ -439,22 +428,20 @@ def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits
         ss[k] = mul(np.float32(s), factor)
 
 
-copy_row: Any = LoopTemplate(map_loop, lambda v, _: v)
-divide_row: Any = LoopTemplate(map_loop, lambda v, by: div(v, by))
-power_row: Any = LoopTemplate(map_loop, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
-cap_row: Any = LoopTemplate(map_loop, lambda v, cap: mul(tanh(div(v, cap)), cap))
-act_row: Any = LoopTemplate(map_loop, act)
-add_row: Any = LoopTemplate(zip_loop, lambda v, w, a, b: add(v, w))
-scale_row: Any = LoopTemplate(zip_loop, lambda v, w, scale, _: mul(mul(v, scale), w))
-centre_row: Any = LoopTemplate(zip_loop, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
-gate_row: Any = LoopTemplate(zip_loop, lambda v, w, kind, _: mul(act(v, kind), w))
-clamp_row: Any = LoopTemplate(zip_loop, clamped)
-sum_row: Any = LoopTemplate(sum_loop, lambda total, v, _: add(total, v))
-square_row: Any = LoopTemplate(sum_loop, lambda total, v, _: fma(v, v, total))
-deviate_row: Any = LoopTemplate(
-    sum_loop, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total)
-)
-INLINED = ("norm", "turn", "head", "row", "scale_of", "add_row", "scale_row", "square_row")
+copy_row: Any = Loop(map_loop, lambda v, _: v)
+divide_row: Any = Loop(map_loop, lambda v, by: div(v, by))
+power_row: Any = Loop(map_loop, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
+cap_row: Any = Loop(map_loop, lambda v, cap: mul(tanh(div(v, cap)), cap))
+act_row: Any = Loop(map_loop, act)
+add_row: Any = Loop(zip_loop, lambda v, w, a, b: add(v, w))
+scale_row: Any = Loop(zip_loop, lambda v, w, scale, _: mul(mul(v, scale), w))
+centre_row: Any = Loop(zip_loop, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
+gate_row: Any = Loop(zip_loop, lambda v, w, kind, _: mul(act(v, kind), w))
+clamp_row: Any = Loop(zip_loop, clamped)
+sum_row: Any = Loop(sum_loop, lambda total, v, _: add(total, v))
+square_row: Any = Loop(sum_loop, lambda total, v, _: fma(v, v, total))
+deviate_row: Any = Loop(sum_loop, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
+INLINED = ("norm", "rotate", "head", "row", "scale_of", "add_row", "scale_row", "square_row")
 
 
 @functools.cache
@@ -462,7 +449,7 @@ def work() -> Any:
     """Returns the row kernel, compiled once per process."""
     names = threads.linked({**vars(elementary), **globals()}, {}, INLINED)
     for name, text in globals().items():
-        if isinstance(text, LoopTemplate):
+        if isinstance(text, Loop):
             own = {**names, "f": threads.jitted(text.f, names)}
-            names[name] = threads.jitted(text.loop, own, inlined=name in INLINED)
+            names[name] = threads.jitted(text.template, own, inlined=name in INLINED)
     return threads.kernel("row", names["unit"])

@@ -16,14 +16,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.threads import (
-    ENTRIES,
-    address_of,
-    empty,
-    float32_at,
-    float64_at,
-    int64_at,
-)
+from lockstep.kernels.cpu.threads import ENTRIES, empty, float32_at, float64_at, int64_at
 from lockstep.sample import formulas as f
 from lockstep.sample.formulas import gumbel, ln, philox, weight, wide_float
 
@@ -33,6 +26,8 @@ GROUPS = 64  # of four tokens: noise is computed for 256 tokens at a time
 ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
 LOGIT_NS = 1  # per logit on one thread
 CHOOSE, DESCRIBE = 0, 1  # the operation on a row: sample a token; log-probabilities
+bits_of = threads.njit(lambda x: np.float64(x).view(np.int64))  # replaces that of formulas
+float_of = threads.njit(lambda i: np.int64(i).view(np.float64))  # and so does this
 
 
 def key_of(x: Any) -> Any:
@@ -91,14 +86,6 @@ def first_best(x: Any) -> Any:
 def exponential(x: Any, top: Any) -> Any:
     """Returns the integer weight of a score, relative to the best one."""
     return weight(np.float64(x) - np.float64(top))
-
-
-def denominator(x: Any, top: Any) -> Any:
-    """Returns the sum of the row's weights: integers, so the order is irrelevant."""
-    total = np.int64(0)
-    for i in range(len(x)):
-        total += exponential(x[i], top)
-    return total
 
 
 def bucket(x: Any, top: Any) -> Any:
@@ -237,8 +224,10 @@ def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> No
     top_key, state = peak(x)
     if state != f.OK:
         return
-    top = score_of(top_key)
-    log_sum = ln(wide_float(denominator(x, top)) * 2.0**-f.FRACTION)
+    top, denominator = score_of(top_key), np.int64(0)
+    for i in range(len(x)):
+        denominator += exponential(x[i], top)
+    log_sum = ln(wide_float(denominator) * 2.0**-f.FRACTION)
     if token >= 0:
         chosen[0] = log_prob(x[token], top, log_sum)
     if len(top_ids):
@@ -273,8 +262,8 @@ def _run(what: int, logits: Tensor, few: int, *tensors: Tensor) -> None:
     rows, vocab = logits.shape
     cost_ns = rows * vocab * LOGIT_NS
     team = threads.team(rows, cost_ns)
-    scratch, addresses = threads.memory(4 * vocab, team), map(address_of, (logits, *tensors))
-    entries = (what, vocab, few, scratch, *addresses)
+    scratch = threads.memory(4 * vocab, team)
+    entries = (what, vocab, few, scratch, *map(threads.address_of, (logits, *tensors)))
     threads.Call(compiled(), entries, rows, team, cost_ns).run()
 
 
@@ -297,11 +286,7 @@ def unit(at: Any, r: Any, worker: Any) -> None:
 
 def build(**replaced: Callable[..., Any]) -> Any:
     """Compiles the kernel, with functions and formulas `replaced` by name for the lab."""
-    own = {
-        "bits_of": threads.njit(lambda x: np.float64(x).view(np.int64)),
-        "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
-    }
-    names = threads.linked({**vars(f), **globals(), **own}, replaced)
+    names = threads.linked({**vars(f), **globals()}, replaced)
     return threads.kernel("sampling", names["unit"], cache=not replaced)
 
 

@@ -235,9 +235,8 @@ def units(at: Any, worker: Any) -> None:
 
 def serve(board: Any, index: Any) -> None:
     """Runs helper `index` until LEAVE is set: joins every call that invites it, once. While idle it
-    first spins, then polls and yields its processor, then sleeps, longer at last. Its worker number
-    stays the same from call to call of one thread, so what it left in that worker's memory is in
-    its own cache."""
+    first spins, then polls and yields its processor, then sleeps, longer at last. In all calls of
+    one thread it has the same worker number, whose memory is therefore in its own cache."""
     inside = board + 8 * (INSIDE + LINE * index)
     last, idle = np.int64(0), np.int64(0)
     while atomic_load(board + 8 * LEAVE) == 0:
@@ -278,12 +277,12 @@ class Helpers:
         """Starts over with a new board and no helpers."""
         self.board, self.address = aligned(8 * BOARD_LEN)
         self.threads: list[threading.Thread] = []
-        self.hiring = threading.Lock()
+        self.starting = threading.Lock()
 
-    def want(self, count: int) -> None:
+    def start(self, count: int) -> None:
         """Starts helpers up to `count`, each with its own index. An interrupt loses one at most."""
         serving = compiled().serve
-        with self.hiring:
+        with self.starting:
             while len(self.threads) < min(count, MOST_HELPERS):
                 args = (self.address, len(self.threads))
                 helper = threading.Thread(target=serving, args=args, name="lockstep-helper")
@@ -291,7 +290,7 @@ class Helpers:
                 self.threads.append(helper)
                 helper.start()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Ends all helpers: compiled code must not run while the interpreter unloads it."""
         ctypes.c_int64.from_address(self.address + 8 * LEAVE).value = 1
         self.former.append(self.board)
@@ -323,13 +322,11 @@ class ThreadState(threading.local):
 
 class Call:
     """A repeatable call of a `kernel`: `units` of work on at most `most` threads (see `team`), some
-    `cost_ns` long on one thread; `entries` are the words that it reads."""
+    `ns` long on one thread; `entries` are the words that it reads."""
 
-    def __init__(
-        self, work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int
-    ) -> None:
-        shares, words = most if cost_ns < STREAM_NS else 1, HEAD + len(entries)
-        self.work, self.most, self.each_ns, self.calls = work, most, cost_ns // most, 1
+    def __init__(self, work: Any, entries: Sequence[int], units: int, most: int, ns: int) -> None:
+        shares, words = most if ns < STREAM_NS else 1, HEAD + len(entries)
+        self.work, self.most, self.each_ns, self.calls = work, most, ns // most, 1
         self.record = array("q", (work.address, units, most, 0, 0, 0, shares, words, 0, *entries))
 
     def run(self, *places: tuple[int, int]) -> "array[int]":
@@ -341,7 +338,7 @@ class Call:
         if OWN.tape is not None:
             OWN.tape.note(self, record)
         if self.most > len(HELPERS.threads) + 1:
-            HELPERS.want(thread_count() - 1)
+            HELPERS.start(thread_count() - 1)
         at, _ = record.buffer_info()
         numbers = (at, self.calls, len(HELPERS.threads), HELPERS.address, OWN.counters)
         if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
@@ -369,8 +366,8 @@ class Script(Call):
     def repeat(self) -> None:
         """Replays all calls on what is now in memory. Raises RuleError if one faults."""
         if self.run()[FAULT]:
-            rule, got = "rows that are read or written are there", "one that is not"
-            raise RuleError(rule, got, "Check the plan: a launch was replayed with it")
+            rule = "every row index that a replayed launch reads or writes is in range"
+            raise RuleError(rule, "one out of range", "Check the plan that it was replayed with")
 
 
 class TapeMemory:
@@ -505,9 +502,9 @@ def linked(
     first call. One in `replaced` looks names up in the kernel first, then in its own module."""
     plain = {name: text for name, text in names.items() if isinstance(text, FunctionType)}
     texts = {name: text for name, text in plain.items() if text.__module__.startswith("lockstep.")}
-    unknown = sorted(set(replaced) - set(texts))
+    unknown = sorted((set(replaced) - set(texts)) | (set(inlined) - set(names)))
     if unknown:
-        raise KeyError(f"no such text in the kernel: {unknown}; there are {sorted(texts)}")
+        raise KeyError(f"the kernel has no functions {unknown}; it has {sorted(texts)}")
     found, own = dict(names), {name: {**text.__globals__} for name, text in replaced.items()}
     for name, text in {**texts, **replaced}.items():
         found[name] = jitted(text, own.get(name, found), name in inlined)
@@ -517,8 +514,7 @@ def linked(
 
 
 def kernel(name: str, unit: Any, cache: bool = True) -> Any:
-    """Compiles the C function of a `Call` from a compiled `unit(at, nth, worker)`. Its code lives
-    as long as the returned object."""
+    """Compiles a `Call`'s C function from a compiled `unit`. Keep the result: it owns the code."""
     return c_function(name, relinked(units, {**globals(), "unit": unit}), cache)
 
 
@@ -546,5 +542,5 @@ def compiled() -> Any:
 TICKETS: list[threading.Lock] = []  # tickets; the owner of the first has the engine turn
 OWN = ThreadState()
 HELPERS = Helpers()
-atexit.register(HELPERS.leave)
+atexit.register(HELPERS.stop)
 os.register_at_fork(after_in_child=reset_after_fork)

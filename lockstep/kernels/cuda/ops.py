@@ -36,7 +36,7 @@ class Ops:
 
     dtypes = ("bfloat16", "float16")
     machine = "cuda-sm_90"
-    gemm_order = Choice("k16", "our tiles, and cuBLAS where its whole output has their bits")
+    gemm_order = Choice("k16", "our tiles; cuBLAS where its whole output has the same bits")
 
     def __init__(self, dtype: str = "bfloat16") -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -47,7 +47,7 @@ class Ops:
             return
         name, found = find()
         if name != "cuda":
-            rule = "device cuda is an NVIDIA GPU of the class sm_90 (H100, H200)"
+            rule = "device cuda needs an NVIDIA GPU of the class sm_90 (H100, H200)"
             raise RuleError(rule, found, "Use device cpu")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.library = CublasLt()
@@ -91,7 +91,7 @@ class Ops:
         """Returns x itself: kernels find its rows through the pairs of `routes`."""
         return x
 
-    # ---- rows ----
+    # ---- rows, the cache, sampling ----
 
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
@@ -113,12 +113,7 @@ class Ops:
         """Returns [t, size] with x at `columns` and -inf elsewhere, by torch."""
         return x.new_full((len(x), size), -torch.inf).index_copy_(1, columns, x)
 
-    # ---- the cache ----
-
     kv_write = staticmethod(cache.write)
     kv_move = staticmethod(cache.move)
-
-    # ---- sampling ----
-
     sample_tokens = staticmethod(sample.sample_tokens)
     compute_logprobs = staticmethod(sample.compute_logprobs)

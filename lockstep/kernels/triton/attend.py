@@ -27,8 +27,7 @@ def nothing(ROWS: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def paged(b, p, mask):
-    """Returns the slots of positions p. Divides by the page size with `mul` and `shift`, exactly
-    below 2**31."""
+    """Returns the slots of positions p < 2**31; `mul` and `shift` divide by the page size."""
     pages = b.pages
     twice = (p * 2).to(tl.uint32, bitcast=True)
     nth = (tl.umulhi(twice, pages.mul.to(tl.uint32)) >> pages.shift).to(tl.int32, bitcast=True)
@@ -41,9 +40,8 @@ def rows_at(base, at, first, mask, width, COLUMNS: tl.constexpr):
     """Loads columns [first, first + COLUMNS) of rows that begin at offsets `at`; zeros where masked
     and from column `width` on."""
     d = first + tl.arange(0, COLUMNS)
-    return tl.load(
-        base + at[:, None] + d[None, :], mask=mask[:, None] & (d < width)[None, :], other=0.0
-    )
+    inside = mask[:, None] & (d < width)[None, :]
+    return tl.load(base + at[:, None] + d[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

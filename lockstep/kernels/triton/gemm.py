@@ -96,14 +96,14 @@ def require(held: bool, rule: str, *tensors: Tensor) -> None:
     """Raises RuleError with dtype, shape and strides of every tensor if a rule is not met."""
     if not held:
         got = ", ".join(f"{t.dtype} {tuple(t.shape)} strides {t.stride()}" for t in tensors)
-        raise RuleError(rule, got, "Pass such tensors")
+        raise RuleError(rule, got, "Pass tensors that meet this rule")
 
 
 def row_stride(x: Tensor, name: str, axis: int = 0) -> int:
     """Returns the stride along an axis in units of 8 elements, as kernels take it, so that 16-byte
     loads are always aligned. Raises RuleError if it is no multiple of 8."""
     held = x.stride(-1) == 1 and (x.stride(axis) % 8 == 0 or x.shape[axis] <= 1)
-    require(held, f"{name} has contiguous rows at multiples of 8 elements", x)
+    require(held, f"each row of {name} is contiguous and begins at a multiple of 8 elements", x)
     return x.stride(axis) // 8
 
 
@@ -113,7 +113,7 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
     (rows, *batch, k), n = x.shape, w.shape[-2]
     fits = w.shape == (*batch, n, k) and y.shape == (rows, *batch, n)
     alike = x.dtype == w.dtype == y.dtype
-    rule = "x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype; w and y are contiguous"
+    rule = "x [rows, K], w [N, K], y [rows, N] have the same K, N and dtype; w and y are contiguous"
     require(fits and alike and w.is_contiguous() and y.is_contiguous(), rule, x, w, y)
     shape = {"N": n, "K": k, "BATCH": 1, "X_BATCH": 0, "GROUP": tile.group}
     if batch:

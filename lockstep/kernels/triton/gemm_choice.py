@@ -28,15 +28,13 @@ TABLE = Path(__file__).with_name("gemm_table.json")
 MEASURED: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text())["sm_90"]
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [rows, K], w [N, K], y [rows, N]) → y
 Library = Callable[[str, Tensor, int], Call | None]  # (name, w, rows) → the call, if any
+Choices = dict[int, Call]  # of one weight shape: row count → the library call used for it
 
 COMPUTE_32F, REAL_32F, REAL_16BF, REAL_16F = 68, 0, 14, 2  # cublasComputeType_t, cudaDataType_t
 TRANS_A, WORKSPACE_BYTES, REDUCTION_MASK = 3, 1, 3  # cublasLt attribute numbers
 DTYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F}
 PROPOSALS = 6  # requested per shape
 ROOM = 32 << 20  # bytes of workspace
-
-
-Choices = dict[int, Call]  # of one weight shape: row count → the library call used for it
 
 
 def multiply(choices: Choices, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -60,8 +58,7 @@ def placed_alike(*tensors: Tensor) -> bool:
 
 @cache
 def tile_for(n: int, k: int, rows: int) -> Tile:
-    """Returns the table's tile or, for a shape that was never measured, one by rule. Any tile gives
-    the same bits."""
+    """Returns the table's tile or, for an unmeasured shape, one by rule; no bit depends on it."""
     measured = MEASURED.get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return Tile(*map(int, re.findall(r"\d+", measured[0])))
@@ -117,7 +114,7 @@ def choose(w: Tensor, library: Library, grid: Sequence[int] = GRID) -> Choices:
         wrong = differing(whole(partial(gemm, tile=tile), x, w), want)
         if wrong:
             got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
-            remedy = "This device is not of the class sm_90: do not use it"
+            remedy = "Use device cpu: this GPU does not compute in the order of sm_90"
             raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
         call = library(name, w, rows) if name else None
         if call is not None and not differing(whole(call, x, w), want):
@@ -160,9 +157,7 @@ class CublasLt:
 
     def __call__(self, name: str, w: Tensor, rows: int) -> Call | None:
         """Returns torch's call for "cublas"; for "lt3" the fourth proposal for `rows`, if any."""
-        if name == "cublas":
-            return torch_gemm
-        return self.proposals(w, rows).get(name)
+        return torch_gemm if name == "cublas" else self.proposals(w, rows).get(name)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls a function of the library; raises RuleError if it does not succeed."""

@@ -66,8 +66,7 @@ def cut(
     rows: Any, requests: Any, parts: Any, edges: Any, group: int, size: int, table: Any, work: Any
 ) -> Any:
     """Fills `table` with the items of blocks of at most `size` rows, and `work` with the positions
-    each item covers. `edges`: first positions of all splits. Returns the numbers of items, rows of
-    parts, and blocks."""
+    of each; `edges`: first positions of all splits. Returns numbers of items, part rows, blocks."""
     q_indptr, lo, hi, start, page_entry = rows
     made = part_rows = blocks = 0
     for k in range(len(requests)):

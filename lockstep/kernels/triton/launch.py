@@ -34,9 +34,7 @@ class Tuning:
     parts: bool  # one program per split, the last to arrive folds them; a default, see `choose`
     fold_rows: int = 4  # rows that are folded together
     registers: int | None = None  # most registers per thread
-    # "plain" (attend.py), or a warp-specialised twin: "prefill" (blocks of 128 tokens of one head),
-    # "decode" (16 rows), "latent" (64 rows)
-    kernel: str = "plain"
+    kernel: str = "plain"  # attend.py; or a warp-specialised twin: "prefill", "decode", "latent"
 
 
 def few(spec: GroupSpec, tree: bool = False) -> Tuning:
@@ -82,7 +80,7 @@ def narrow(spec: GroupSpec) -> bool:
 
 
 DECODE = Tuning(rows=16, warps=4, stages=3, parts=True, registers=128, kernel="decode")
-PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")
+PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")  # tokens of one head
 LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
 
 Choice = tuple[Tuning, Longs, Flags]  # a shape, its requests, and which of them are split
@@ -90,16 +88,12 @@ Choice = tuple[Tuning, Longs, Flags]  # a shape, its requests, and which of them
 
 def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
     """Returns whether the warp-specialised kernels support a group's sizes, dtype and features."""
-    dense = spec.layout in (Layout.DENSE, Layout.CROSS) and spec.d_qk == spec.d_v
-    latent = spec.layout is Layout.LATENT and (spec.d_qk, spec.d_v) == (576, 512)
-    return (
-        ((dense and spec.d_qk in (64, 128)) or latent)
-        and spec.page_size in (16, 32, 64, 128)
-        and spec.page_size <= order.tile
-        and spec.kv_dtype == "bfloat16"
-        and not tree
-        and all(attn.soft_cap is None for attn in spec.layers)
-    )
+    sizes = (spec.d_qk, spec.d_v)
+    dense = spec.layout in (Layout.DENSE, Layout.CROSS) and sizes in ((64, 64), (128, 128))
+    latent = spec.layout is Layout.LATENT and sizes == (576, 512)
+    pages = spec.page_size in (16, 32, 64, 128) and spec.page_size <= order.tile
+    plain = not tree and all(attn.soft_cap is None for attn in spec.layers)
+    return (dense or latent) and pages and plain and spec.kv_dtype == "bfloat16"
 
 
 def group_of(spec: GroupSpec, tuning: Tuning) -> int:
@@ -152,10 +146,9 @@ def alike(tuning: Tuning, mask: Flags) -> Choice:
 
 def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool) -> Arguments:
     """Returns the arguments that depend on a group only; `tree`: rows may list keys. The caller
-    adds the plan's int32 tensors: positions, start [T], tail_indptr [T+1], tail_slots, page_ids;
-    scoring constants of a layer (c, pre, v_scale, sinks2, CAP); `scratch`; and q [T, heads, d_qk],
-    k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], out [T, heads, d_v], lse [T, heads].
-    """
+    adds the plan's int32 tensors: positions, start [T], tail_indptr [T+1], tail_slots, page_ids; a
+    layer's scoring constants (c, pre, v_scale, sinks2, CAP); `scratch`; and q [T, heads, d_qk], k
+    [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], out [T, heads, d_v], lse [T, heads]."""
     d_qk, d_v = stored_len(spec.d_qk), stored_len(spec.d_v)
     first, rest = pieces(d_qk)
     page_mul, page_shift = divider(page_size)
@@ -191,7 +184,7 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
     for name in ("q", "k", "v"):  # in units of 8 elements: 16-byte loads are always aligned
         row, head, column = known[name].stride()
         if row % 8 or head % 8 or column != 1:
-            rule = f"{name} has contiguous heads at multiples of 8 elements"
+            rule = f"each head of {name} is contiguous and begins at a multiple of 8 elements"
             raise RuleError(rule, f"strides {(row, head, column)}", "Make it contiguous")
         known[name + "_row8"], known[name + "_head8"] = row // 8, head // 8
     if tuning.kernel == "prefill":
@@ -203,13 +196,9 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
     if "work" in kernel.arg_names:
         known["work"] = programs
         programs = min(multiprocessors(table.device), programs)
-    kernel[(programs,)](
-        *(known[name] for name in kernel.arg_names),
-        num_warps=tuning.warps,
-        num_stages=tuning.stages,
-        maxnreg=tuning.registers,
-        enable_fp_fusion=False,
-    )
+    operands = [known[name] for name in kernel.arg_names]
+    options = {"num_warps": tuning.warps, "num_stages": tuning.stages, "maxnreg": tuning.registers}
+    kernel[(programs,)](*operands, **options, enable_fp_fusion=False)
 
 
 @cache
@@ -235,12 +224,10 @@ def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
 
 
 def pieces(d_qk: int) -> tuple[int, int]:
-    """Splits a head size into one or two powers of two, computed one after the other: 128 = 128 +
-    0, 192 = 128 + 64, 576 = 512 + 64."""
+    """Splits a head size into one or two powers of two: 128 = 128 + 0, 576 = 512 + 64."""
     first = max(16, 1 << (d_qk.bit_length() - 1))
-    if d_qk <= first:
-        return first, 0
-    return first, next_power_of_2(max(d_qk - first, 16))
+    rest = next_power_of_2(max(d_qk - first, 16)) if d_qk > first else 0
+    return first, rest
 
 
 def divider(page_size: int) -> tuple[int, int]:

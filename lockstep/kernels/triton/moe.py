@@ -179,8 +179,7 @@ def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.con
 
 @triton.jit
 def combine_kernel(parts, weights, y, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Computes one row: its slots' parts times their weights, added in slot order in float32,
-    rounded once."""
+    """Computes a row: parts times their weights, added in slot order in float32, rounded once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
@@ -243,7 +242,7 @@ def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, routes: Routes, tile
     row per token or one per pair."""
     (experts, n, k), pairs = w.shape, len(routes.pairs)
     fits = len(x) in (pairs, len(routes.ids)) and x.shape[1] == k
-    rule = f"x has a row per token or per pair ({pairs}), w is contiguous, both have one K"
+    rule = f"x has a row per token or per pair ({pairs}) and w's K columns; w is contiguous"
     require(fits and w.is_contiguous(), rule, x, w)
     y = x.new_empty(pairs, n)
     if pairs:

@@ -239,7 +239,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns x + residual, rounded, and its `rms_norm`, with the bits of two calls."""
     alike = x.shape == residual.shape and x.dtype == residual.dtype
-    require(alike, "x and the residual have one shape and dtype", x, residual)
+    require(alike, "x and the residual have the same shape and dtype", x, residual)
     total, y = x.new_empty(x.shape), x.new_empty(x.shape)
     strides = (row_stride(x, "x"), row_stride(residual, "residual"))
     operands = (x, residual, weight, None, y, total, *strides, eps)
@@ -263,7 +263,7 @@ def qk_norm_rope(
     (t, have), half, d = x.shape, cos.shape[1], heads.d
     count = heads.heads + heads.kv_heads
     fits = have >= count * d and 2 * half <= d and cos.shape == sin.shape and len(cos) == t
-    rule = f"x holds {count} heads of {d}, and cos and sin turn at most {d} columns, a row a token"
+    rule = f"x has {count} heads of {d} or more; cos and sin are [tokens, half], 2 * half <= {d}"
     require(fits, rule, x, cos, sin)
     q, k = (x.new_empty(t, n, d) for n in (heads.heads, heads.kv_heads))
     qk_norm_rope_kernel[(t, triton.cdiv(count, HEADS))](
@@ -330,6 +330,4 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x [rows, n] + bias [n], if any; always a second rounding, after the GEMM's."""
-    if bias is None:
-        return x
-    return activate(x, "bias", bias=bias)
+    return x if bias is None else activate(x, "bias", bias=bias)

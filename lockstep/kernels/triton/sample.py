@@ -109,8 +109,7 @@ def part_of(vocab):
 
 @triton.jit(do_not_specialize=["vocab"])
 def peak_kernel(logits, floats, peaks, vocab):
-    """Writes a part's largest key to peaks int32 [rows, PARTS], of scores / temperature if `floats`
-    is given."""
+    """Writes a part's largest key, of scores / temperature if `floats` is given, to `peaks`."""
     row = tl.program_id(0).to(tl.int64)
     temperature = 0.0
     if floats is not None:
@@ -197,7 +196,7 @@ def kept(x, token, top_key, min_log, farthest):
 
 
 @triton.jit
-def place_of(x, word, token, temperature):
+def noisy_key(x, word, token, temperature):
     """Returns score plus noise, then lower ids first, as one integer to maximise."""
     noise = gumbel(word.to(tl.int64)).to(tl.float32)
     y = tl.where(temperature == 0.0, x, x + noise)
@@ -252,7 +251,7 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
             nth = token % 4
             word = tl.where(nth == 0, a, tl.where(nth == 1, b, tl.where(nth == 2, c, d)))
             x = load_scores(logits, row, token, token < end, vocab, temperature)
-            found = place_of(x, word, token, temperature)
+            found = noisy_key(x, word, token, temperature)
         else:
             for first in range(begin, end, BLOCK):
                 group = first // 4 + tl.arange(0, BLOCK // 4)
@@ -261,9 +260,9 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
                     token = group.to(tl.int64) * 4 + nth
                     x = load_scores(logits, row, token, token < end, vocab, temperature)
                     x = kept(x, token, top_key, min_log, farthest)
-                    place = place_of(x, words[nth], token, temperature)
-                    place = tl.where(x > float("-inf"), place, -FARTHEST)
-                    found = tl.maximum(found, tl.max(place, 0))
+                    key = noisy_key(x, words[nth], token, temperature)
+                    key = tl.where(x > float("-inf"), key, -FARTHEST)
+                    found = tl.maximum(found, tl.max(key, 0))
     tl.store(best + row * PARTS + tl.program_id(1), found)
 
 

@@ -216,8 +216,7 @@ def fold_parts(call, it, part, parts, fresh, D_V: tl.constexpr, DEPTH: tl.conste
 
 @triton.jit
 def arrive(call, it, m, l, a, r, parts, fresh, D_V: tl.constexpr, DEPTH: tl.constexpr):
-    """Stores the state of rows r of one part in scratch; the block's last program to arrive at its
-    counter folds all parts."""
+    """Stores the state of rows r of a part in scratch; a block's last part to arrive folds all."""
     rows = it.row_end - it.row_begin
     kv_head = tl.program_id(0) % call.kv_heads
     part = tl.load(it.row + 7) * call.kv_heads + kv_head * parts * rows

@@ -66,13 +66,13 @@ def offline(hook: Callable[..., bool] | None) -> Iterator[None]:
         driver.set_active(before)
 
 
-def hear(found: dict[str, str], label: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+def record(found: dict[str, str], label: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
     """Records a launch, named by kernel, label and constants that are True; True: do not run it."""
     names = fn.jit_function.arg_names
     on = [names[at].lower() for (at,), value in compile["constants"].items() if value is True]
     name = " ".join((fn.name.removesuffix("_kernel"), label, *on))
     if found.setdefault(name, compile["specialization_data"]) != compile["specialization_data"]:
-        raise RuleError("a variant has a name of its own", name, "Label its launch otherwise")
+        raise RuleError("each variant has its own name", name, "Give the launch another label")
     return True
 
 
@@ -80,7 +80,7 @@ def variants() -> dict[str, str]:
     """Returns all variants by name, each as the string that Triton's `preload` takes."""
     found: dict[str, str] = {}
     for label, function, *arguments in (*attentions(), *gemms(), *rows(), *experts()):
-        with offline(partial(hear, found, label)):
+        with offline(partial(record, found, label)):
             function(*arguments)
     return found
 
@@ -150,8 +150,7 @@ def gemms() -> Iterator[Launch]:
 
 
 def rows() -> Iterator[Launch]:
-    """Yields norms, rotations, gates, biases; the sampler; cache writes (8 heads of 128, or a
-    latent row) and moves."""
+    """Yields row operations, the sampler, cache writes (8 heads of 128, a latent row) and moves."""
     for n in (4096, 2880):
         x, weight = half(ROWS, n), floats(n)
         yield f"{n}", rowwise.rms_norm, x, weight, 1e-6
@@ -202,8 +201,7 @@ def build(variant: str) -> Any:
 
 
 def inspect(variant: str) -> dict[str, int]:
-    """Returns registers, stack, local-memory accesses in loops with MMAs, shared memory and MMA
-    instructions of a compiled variant."""
+    """Returns a variant's registers, stack, spills in loops, shared memory and MMA instructions."""
     kernel = build(variant)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
@@ -212,7 +210,7 @@ def inspect(variant: str) -> dict[str, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        rule = "cuobjdump tells registers and stack"
+        rule = "cuobjdump prints registers and stack"
         raise RuleError(rule, text[-200:], "Use the Triton version of constraints.txt")
     return {
         "registers": int(found[1]),
