@@ -324,7 +324,7 @@ def warp_specialised(cell: Cell) -> list[Tuning]:
     whole."""
     spec = cell.spec
     chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
-    if cell.device.type != "cuda" or not launch.serves(spec, False, chosen):
+    if cell.device.type != "cuda" or not launch.supported_by_hopper(spec, False, chosen):
         return []
     few = launch.LATENT if spec.layout is Layout.LATENT else launch.DECODE
     shapes = [few, replace(few, parts=False)]

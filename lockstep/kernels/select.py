@@ -12,7 +12,7 @@ from lockstep.ops import Ops, mark_operations
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, RuleError
 
-KNOWN = 9  # major compute capability of the supported GPUs, which have an order of their own: sm_90
+SM_MAJOR = 9  # compute capability of the supported GPUs, which have their own order: sm_90
 OWN = sorted(path.parent.name for path in Path(__file__).parent.glob("*/ops.py"))
 DEVICES = Plugins(
     kind="device",
@@ -45,6 +45,6 @@ def find() -> Choice:
     if not torch.cuda.is_available():
         return Choice("cpu", "no GPU is visible")
     (major, minor), card = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-    if major != KNOWN:
-        return Choice("cpu", f"{card} is sm_{major}{minor}; only sm_{KNOWN}0 is supported")
+    if major != SM_MAJOR:
+        return Choice("cpu", f"{card} is sm_{major}{minor}; only sm_{SM_MAJOR}0 is supported")
     return Choice("cuda", f"{card} is available")

@@ -128,8 +128,8 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
     )  # fmt: skip
     x_group, y_group, bounds, each = record[11], record[12], record[13], record[14]
     shares, count = int64_at(at)[SHARES], int64_at(at)[UNITS]
-    whose = nth % shares  # a share's units are neighbours, so they read few panels
-    place = whose * (count // shares) + min(whose, count % shares) + nth // shares
+    share = nth % shares  # its units are neighbours, so they read few panels
+    place = share * (count // shares) + min(share, count % shares) + nth // shares
     panel, row = place // chunks, place % chunks * each
     group, last = panel // panels, min(row + each, rows)
     if bounds:

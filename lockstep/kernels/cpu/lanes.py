@@ -131,7 +131,7 @@ def below_ir(builder: Any, bound: Any) -> Any:
 # ---- operations of Numba code ----
 
 
-def alike(builder: Any, values: Sequence[Any]) -> list[Any]:
+def unify(builder: Any, values: Sequence[Any]) -> list[Any]:
     """Converts operands to one kind: rounds float64 to float32, broadcasts if one is a vector."""
     double, wide = ir.DoubleType(), any(value.type == VECTOR for value in values)
     rounded = [builder.fptrunc(v, F32) if v.type == double else v for v in values]
@@ -154,7 +154,7 @@ def arithmetic(code: Callable[..., Any], compares: bool = False) -> Any:
 
     @functools.wraps(code)
     def same(builder: Any, *values: Any) -> Any:
-        return code(builder, *alike(builder, values))
+        return code(builder, *unify(builder, values))
 
     return ir_function(signature)(same)
 
@@ -186,7 +186,7 @@ def pow2_from(builder: Any, x: Any) -> Any:
 @ir_function(lambda mask, yes, no: kind_of(yes, no)(mask, yes, no))
 def select(builder: Any, mask: Any, yes: Any, no: Any) -> Any:
     """Returns `yes` where the mask is set, else `no`."""
-    return builder.select(mask, *alike(builder, (yes, no)))
+    return builder.select(mask, *unify(builder, (yes, no)))
 
 
 @ir_function(MASK(types.int64, types.int64, types.int64))

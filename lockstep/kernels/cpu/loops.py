@@ -44,7 +44,7 @@ def row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]:
     return [builder.add(base, builder.mul(stride, I64(r))) for r in range(rows)]
 
 
-def switched(builder: Any, key: Any, cases: Mapping[int, Callable[[], None]]) -> None:
+def switch_ir(builder: Any, key: Any, cases: Mapping[int, Callable[[], None]]) -> None:
     """Emits every case, and a run-time jump to the one that `key` names, or past all cases."""
     done = builder.append_basic_block("done")
     choice = builder.switch(key, done)
@@ -57,12 +57,12 @@ def switched(builder: Any, key: Any, cases: Mapping[int, Callable[[], None]]) ->
     builder.position_at_end(done)
 
 
-def shaped(
+def each_shape(
     builder: Any, rows: Any, width: Any, shapes: Shapes, emit: Callable[[int, int], None]
 ) -> None:
     """Emits one loop per shape (rows, width) of a micro-kernel, and a run-time jump to one."""
     key = builder.add(builder.mul(rows, I64(16)), width)
-    switched(builder, key, {16 * r + w: partial(emit, r, w) for r, w in shapes})
+    switch_ir(builder, key, {16 * r + w: partial(emit, r, w) for r, w in shapes})
 
 
 @lanes.ir_function(lanes.integers(9))
@@ -81,7 +81,7 @@ def scores(
         sums = chains(builder, q_rows, (I64(0), depth), zeros, column)
         store_rows(builder, sums, row_addresses(builder, s, s_stride, rows), vectors)
 
-    shaped(builder, rows, vectors, SHAPES, loop)
+    each_shape(builder, rows, vectors, SHAPES, loop)
 
 
 @lanes.ir_function(lanes.integers(11))
@@ -108,7 +108,7 @@ def values(
         sums = chains(builder, p_rows, (first, last), start, value)
         store_rows(builder, sums, acc_rows, vectors)
 
-    shaped(builder, rows, vectors, SHAPES, loop)
+    each_shape(builder, rows, vectors, SHAPES, loop)
 
 
 @lanes.ir_function(lanes.integers(9))
@@ -139,7 +139,7 @@ def products(
                 name, args = "llvm.masked.store.v16f32.p0", [total, place, I32(4), mask]
                 lanes.call_ir(builder, name, ir.VoidType(), args)
 
-    shaped(builder, rows, item, product(range(1, PANEL_ROWS + 1), FORMATS), loop)
+    each_shape(builder, rows, item, product(range(1, PANEL_ROWS + 1), FORMATS), loop)
 
 
 def chains(
@@ -220,7 +220,7 @@ def concat_ir(builder: Any, parts: list[Any]) -> Any:
 def each_format(builder: Any, code: Any, emit: Callable[[str, int], None]) -> None:
     """Emits `emit(name, bytes of an element)` for every format; `code` selects at run time."""
     cases = {known.code: partial(emit, kind, known.nbytes) for kind, known in KV_FORMATS.items()}
-    switched(builder, code, cases)
+    switch_ir(builder, code, cases)
 
 
 @lanes.ir_function(lanes.integers(5))

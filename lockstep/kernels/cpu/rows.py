@@ -141,7 +141,7 @@ def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
     Raises IndexError, with nothing written, if a slot is outside of y."""
     (outer, inner, _), size = x.stride(), y.shape[0]
     where = (x.data_ptr(), 4 * outer, 4 * inner)
-    _checked(_call(WRITE, where, y, x.shape, (slots.data_ptr(), size)), slots, size)
+    _check_range(_call(WRITE, where, y, x.shape, (slots.data_ptr(), size)), slots, size)
 
 
 def take(x: Tensor, which: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ def take(x: Tensor, which: Tensor) -> Tensor:
     y = empty(which.shape[0], x.shape[1])
     more = (which.data_ptr(), x.shape[0], 4 * x.stride(0))
     record = _call(TAKE, (x.data_ptr(), 0, 0), y, (which.shape[0], 1, x.shape[1]), more)
-    _checked(record, which, x.shape[0])
+    _check_range(record, which, x.shape[0])
     return y
 
 
-def _checked(record: "array[int] | None", numbers: Tensor, size: int) -> None:
+def _check_range(record: "array[int] | None", numbers: Tensor, size: int) -> None:
     """Raises IndexError if the call found a number outside of [0, size)."""
     if record and record[threads.FAULT]:
         number = next(each for each in numbers.tolist() if not 0 <= each < size)
@@ -448,8 +448,8 @@ INLINED = ("norm", "rotate", "head", "row", "scale_of", "add_row", "scale_row", 
 def work() -> Any:
     """Returns the row kernel, compiled once per process."""
     names = threads.linked({**vars(elementary), **globals()}, {}, INLINED)
-    for name, text in globals().items():
-        if isinstance(text, Loop):
-            own = {**names, "f": threads.jitted(text.f, names)}
-            names[name] = threads.jitted(text.template, own, inlined=name in INLINED)
+    for name, loop in globals().items():
+        if isinstance(loop, Loop):
+            own = {**names, "f": threads.jitted(loop.f, names)}
+            names[name] = threads.jitted(loop.template, own, inlined=name in INLINED)
     return threads.kernel("row", names["unit"])

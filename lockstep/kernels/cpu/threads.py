@@ -204,12 +204,12 @@ def claim(at: Any, worker: Any) -> Any:
     head = int64_at(at)
     shares, units, counters = head[SHARES], head[UNITS], head[COUNTERS]
     for i in range(shares):
-        whose = (worker + i) % shares
-        counter, share = counters + 8 * LINE * whose, (units - whose + shares - 1) // shares
-        if atomic_load(counter) < share:
+        share = (worker + i) % shares
+        counter, size = counters + 8 * LINE * share, (units - share + shares - 1) // shares
+        if atomic_load(counter) < size:
             nth = fetch_add(counter, 1)
-            if nth < share:
-                return nth * shares + whose
+            if nth < size:
+                return nth * shares + share
     return np.int64(-1)
 
 
@@ -485,14 +485,14 @@ def engine_turn() -> Iterator[None]:
             TICKETS[0].release()
 
 
-def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
+def relinked(fn: Any, names: dict[str, Any]) -> FunctionType:
     """Returns a copy of a function that looks up its global names in `names`."""
-    return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
+    return FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
-def jitted(text: Any, names: dict[str, Any], inlined: bool = False) -> Any:
+def jitted(fn: Any, names: dict[str, Any], inlined: bool = False) -> Any:
     """Returns the `relinked` function, compiled when first called."""
-    return njit(**OPTIONS, forceinline=inlined)(relinked(text, names))
+    return njit(**OPTIONS, forceinline=inlined)(relinked(fn, names))
 
 
 def linked(
@@ -500,14 +500,14 @@ def linked(
 ) -> dict[str, Any]:
     """Returns the global names of a kernel, with each function of `lockstep` in them compiled on
     first call. One in `replaced` looks names up in the kernel first, then in its own module."""
-    plain = {name: text for name, text in names.items() if isinstance(text, FunctionType)}
-    texts = {name: text for name, text in plain.items() if text.__module__.startswith("lockstep.")}
-    unknown = sorted((set(replaced) - set(texts)) | (set(inlined) - set(names)))
+    plain = {name: fn for name, fn in names.items() if isinstance(fn, FunctionType)}
+    functions = {name: fn for name, fn in plain.items() if fn.__module__.startswith("lockstep.")}
+    unknown = sorted((set(replaced) - set(functions)) | (set(inlined) - set(names)))
     if unknown:
-        raise KeyError(f"the kernel has no functions {unknown}; it has {sorted(texts)}")
-    found, own = dict(names), {name: {**text.__globals__} for name, text in replaced.items()}
-    for name, text in {**texts, **replaced}.items():
-        found[name] = jitted(text, own.get(name, found), name in inlined)
+        raise KeyError(f"the kernel has no functions {unknown}; it has {sorted(functions)}")
+    found, own = dict(names), {name: {**fn.__globals__} for name, fn in replaced.items()}
+    for name, fn in {**functions, **replaced}.items():
+        found[name] = jitted(fn, own.get(name, found), name in inlined)
     for each in own.values():
         each.update(found)
     return found
@@ -518,11 +518,11 @@ def kernel(name: str, unit: Any, cache: bool = True) -> Any:
     return c_function(name, relinked(units, {**globals(), "unit": unit}), cache)
 
 
-def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
-    """Compiles `text`, a function of int64 numbers, to a C function."""
-    signature = integers(text.__code__.co_argcount)
+def c_function(name: str, fn: Callable[..., None], cache: bool = True) -> Any:
+    """Compiles `fn`, a function of int64 numbers, to a C function."""
+    signature = integers(fn.__code__.co_argcount)
     with cached_here(name) if cache else nullcontext(False) as writable:
-        return numba.cfunc(signature, cache=writable, error_model="numpy")(text)
+        return numba.cfunc(signature, cache=writable, error_model="numpy")(fn)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ Tree = namedtuple("Tree", "start tail_indptr tail_slots")
 
 
 @triton.jit
-def nothing(ROWS: tl.constexpr, DV: tl.constexpr):
+def empty_state(ROWS: tl.constexpr, DV: tl.constexpr):
     """Returns the state of rows that have seen no key: maximum, sum and weighted values."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
@@ -116,7 +116,7 @@ def attend_split(b, split, S):
     """Runs online softmax over the tiles of one split, ascending, from an empty state. Returns
     maximum in log2 units, sum and weighted values."""
     TILE: tl.constexpr = S.TILE
-    m, l, a = nothing(S.ROWS, S.DV)
+    m, l, a = empty_state(S.ROWS, S.DV)
     begin = tl.maximum(softmax.split_begin(split, b.call), b.it.lo // TILE * TILE)
     end = tl.minimum(softmax.split_begin(split + 1, b.call), b.it.hi)
     plain_end = end
@@ -170,10 +170,10 @@ def attend_kernel(
     S: tl.constexpr = Shape(D_QK, DA, DB, D_V, DV, LATENT, CAP, TREE, ROWS, TILE)
     if PART:
         m, l, a = attend_split(b, it.split, S)
-        fresh = nothing(FOLD_ROWS, DV)
+        fresh = empty_state(FOLD_ROWS, DV)
         softmax.arrive(call, it, m, l, a, r, tl.load(it.row + 9), fresh, D_V, 4)
     else:
-        M, L, A = nothing(ROWS, DV)
+        M, L, A = empty_state(ROWS, DV)
         for s in range(it.split, it.split_end):
             m, l, a = attend_split(b, s, S)
             M, L, A = softmax.fold(M, L, A, m, l, a)

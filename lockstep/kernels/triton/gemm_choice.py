@@ -97,7 +97,7 @@ def sample_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) ->
     return x.to(dtype)
 
 
-def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
+def output_of(call: Call, x: Tensor, w: Tensor) -> Tensor:
     """Returns the output of a call into memory filled with NaN."""
     return call(x, w, x.new_full((len(x), len(w)), float("nan")))
 
@@ -107,17 +107,17 @@ def choose(w: Tensor, library: Library, grid: Sequence[int] = GRID) -> Choices:
     is preferred and its whole output has our bits. Raises RuleError if two of our tiles differ."""
     found, (n, k) = Choices(), w.shape
     all_rows = sample_rows(max(grid), k, w.dtype, w.device)
-    wanted = whole(partial(gemm, tile=REFERENCE), all_rows, w)
+    wanted = output_of(partial(gemm, tile=REFERENCE), all_rows, w)
     for rows in grid:
         x, want = all_rows[:rows], wanted[:rows]
         tile, name = tile_for(n, k, rows), library_for(n, k, rows)
-        wrong = differing(whole(partial(gemm, tile=tile), x, w), want)
+        wrong = differing(output_of(partial(gemm, tile=tile), x, w), want)
         if wrong:
             got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
             remedy = "Use device cpu: this GPU does not compute in the order of sm_90"
             raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
         call = library(name, w, rows) if name else None
-        if call is not None and not differing(whole(call, x, w), want):
+        if call is not None and not differing(output_of(call, x, w), want):
             found[rows] = call
     return found
 

@@ -86,7 +86,7 @@ LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
 Choice = tuple[Tuning, Longs, Flags]  # a shape, its requests, and which of them are split
 
 
-def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
+def supported_by_hopper(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
     """Returns whether the warp-specialised kernels support a group's sizes, dtype and features."""
     sizes = (spec.d_qk, spec.d_v)
     dense = spec.layout in (Layout.DENSE, Layout.CROSS) and sizes in ((64, 64), (128, 128))
@@ -115,7 +115,7 @@ def choose(
 ) -> list[Choice]:
     """Returns launch shapes, the requests that each computes, and which of those are split over
     programs. `hopper`: the warp-specialised kernels may be used."""
-    hopper = hopper and serves(spec, tree, order)
+    hopper = hopper and supported_by_hopper(spec, tree, order)
     lens = np.diff(rows.q_indptr).astype(np.int64)
     if hopper and spec.layout is Layout.LATENT:
         return [split_up(spec, rows, np.flatnonzero(lens), LATENT)]

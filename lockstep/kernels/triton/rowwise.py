@@ -121,7 +121,7 @@ def norm_kernel(x, residual, weight, bias, y, total, x_stride, residual_stride, 
 
 
 @triton.jit
-def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
+def apply_norm(value, scale, weight_at, inside, dtype: tl.constexpr):
     """Returns the norm rounded to dtype, as float32: what a separate kernel would store."""
     gain = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
     return (value * scale[:, None] * gain).to(dtype).to(tl.float32)
@@ -156,8 +156,8 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
     a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
     if weights is not None:
-        a = normed(a, scale, weight_row + first, inside, dtype)
-        b = normed(b, scale, weight_row + second, inside, dtype)
+        a = apply_norm(a, scale, weight_row + first, inside, dtype)
+        b = apply_norm(b, scale, weight_row + second, inside, dtype)
     c = tl.load(cos + token * HALF + i, mask=i < HALF, other=0.0)
     s = tl.load(sin + token * HALF + i, mask=i < HALF, other=0.0)
     tl.store(target + i, (a * c - b * s).to(dtype), mask=inside)
@@ -167,7 +167,7 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
         inside = there & (column < D)
         value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
         if weights is not None:
-            value = normed(value, scale, weight_row + column, inside, dtype)
+            value = apply_norm(value, scale, weight_row + column, inside, dtype)
         tl.store(target + column, value.to(dtype), mask=inside)
 
 

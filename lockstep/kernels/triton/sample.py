@@ -45,8 +45,8 @@ def float_of(i):
 SCOPE = {k: tl.constexpr(v) for k, v in vars(cpu).items() if isinstance(v, int | float)}
 SCOPE |= {"__name__": __name__, "tl": tl, "Any": tl.tensor}  # `Any` is in annotations
 SCOPE |= {"bits_of": bits_of, "float_of": float_of}
-for text in (cpu.as_float, cpu.wide_float, cpu.ln, cpu.gumbel, cpu.weight):  # callees first
-    SCOPE[text.__name__] = triton.jit(FunctionType(text.__code__, SCOPE))
+for fn in (cpu.as_float, cpu.wide_float, cpu.ln, cpu.gumbel, cpu.weight):  # callees first
+    SCOPE[fn.__name__] = triton.jit(FunctionType(fn.__code__, SCOPE))
 wide_float, ln, gumbel, weight = (SCOPE[name] for name in ("wide_float", "ln", "gumbel", "weight"))
 
 
