@@ -56,7 +56,7 @@ def setup(target: loader.Loaded, path: Path | None = None) -> DraftSetup:
     return DraftSetup(config.settled("float32"), target, first_group=0, rows=64)
 
 
-def test_the_built_in_model_brings_its_head_along(target):
+def test_the_built_in_model_includes_its_eagle3_head(target):
     head = eagle3.load(setup(target))
     files = list((BUILTIN / "eagle3").iterdir())
     assert {file.name for file in files} == {"config.json", "model.safetensors"}
@@ -64,7 +64,7 @@ def test_the_built_in_model_brings_its_head_along(target):
     assert head.logits(torch.zeros(2, 256)).shape == (2, 4096)
 
 
-def test_the_committed_training_is_that_of_the_file():
+def test_the_committed_training_record_is_that_of_the_committed_head():
     file = BUILTIN / "eagle3" / "model.safetensors"
     made = json.loads((ROOT / "bench/results/head-training.json").read_text())
     assert made["weights_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
@@ -73,7 +73,7 @@ def test_the_committed_training_is_that_of_the_file():
 
 
 @pytest.mark.parametrize("top_k", [1, 4])
-def test_answers_with_the_head_have_the_bits_of_plain_ones(target, plain, top_k):
+def test_answers_with_the_head_have_the_bits_of_plain_decoding(target, plain, top_k):
     options = {"speculative_eagle_topk": top_k, "speculative_num_steps": 3}
     got, counts = answers(target, speculative_algorithm="eagle3", **options)
     assert got == plain[0] and counts.accepted > counts.drafted // (5 * top_k), counts
@@ -107,7 +107,7 @@ def answers(target: loader.Loaded, **options: Any) -> tuple[list[Any], Speculate
     return [(each.token_ids, each.text, each.logprobs.tobytes()) for each in outputs], counts
 
 
-def test_files_of_the_speed_table_are_none_that_model_or_head_were_trained_on(script):
+def test_files_of_the_speed_table_were_held_out_of_model_and_head_training(script):
     sys.path.insert(0, str(ROOT / "tools/builtin"))
     from prepare import is_held_out
 
@@ -115,7 +115,7 @@ def test_files_of_the_speed_table_are_none_that_model_or_head_were_trained_on(sc
     assert len(files) == len(set(files)) == 32 and all(map(is_held_out, files))
 
 
-def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
+def test_the_training_script_and_the_engine_compute_the_same_head(script, target):
     """The script's formulas of target and head against the engine's, on one continuation: the same
     states, and the same logits along a chain."""
     torch.manual_seed(3)

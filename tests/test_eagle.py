@@ -146,7 +146,7 @@ def close(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
+def test_a_head_has_the_values_of_its_layout_and_continues_from_its_own_states(head):
     """Rows with the target's states, then a chain: each row is given the state that the previous
     row made."""
     gen, rig = torch.Generator().manual_seed(1), Rig(head)
@@ -191,7 +191,7 @@ def test_branches_of_a_draft_tree_do_not_see_each_other(head):
 
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])
-def test_answers_with_a_random_head_have_the_bits_of_plain_ones(architecture, top_k, tmp_path):
+def test_answers_with_a_random_head_have_the_bits_of_plain_decoding(architecture, top_k, tmp_path):
     """A random head is wrong nearly always. The built-in model's head, which is right, has its own
     test."""
     save(tmp_path, config_of(architecture), tensors(architecture))
@@ -215,7 +215,7 @@ def engine(**options: Any) -> Engine:
     return made
 
 
-def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
+def test_a_chain_grows_until_its_chance_falls_below_the_minimum(tmp_path):
     save(tmp_path, config_of(EAGLE3), tensors(EAGLE3))
     made = engine(speculative_algorithm="eagle3", speculative_draft_model=str(tmp_path))
     made.add((5, 6, 7, 8), PLAIN)
@@ -232,7 +232,7 @@ def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
     assert 1 <= lengths[0.02] <= most
 
 
-def test_a_guess_more_is_worth_its_row_and_its_step():
+def test_the_minimum_chance_of_a_draft_token_covers_its_verify_row_and_its_draft_step():
     costs = Costs()
     assert costs.min_chance() == FIRST_CHANCE
     for cold in (9.0, 1.0, 1.0):
@@ -253,7 +253,7 @@ def test_a_guess_more_is_worth_its_row_and_its_step():
         assert round_down(rows) == about
 
 
-def test_layers_that_a_config_does_not_name_are_its_authors_choice():
+def test_fused_layers_that_a_config_does_not_name_are_those_of_eagle3():
     assert eagle3.fused_layers({}, 36) == (1, 17, 32)
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}
     assert eagle3.fused_layers(named, 6) == (0, 3, 5)
@@ -326,7 +326,7 @@ def test_a_head_that_does_not_fit_is_refused(message, tmp_path):
         eagle3.load(setup(tmp_path))
 
 
-def test_a_head_needs_a_file_and_a_decoder(tmp_path):
+def test_a_head_needs_a_model_folder_and_a_decoder(tmp_path):
     for algorithm in (eagle, eagle3):
         with pytest.raises(RuleError, match="a folder or a hub id; got none"):
             algorithm.load(setup(None))
@@ -335,17 +335,17 @@ def test_a_head_needs_a_file_and_a_decoder(tmp_path):
         eagle3.load(setup(tmp_path, BART))
 
 
-def test_a_tree_tries_at_least_one_token():
+def test_a_draft_tree_with_a_top_k_of_0_is_refused():
     with pytest.raises(RuleError, match=r"topk is a whole number from 1 to .*; got 0"):
         EngineConfig(speculative_algorithm="eagle3", speculative_eagle_topk=0)
 
 
-def test_a_head_with_more_rows_than_memory_says_which_numbers_make_them():
+def test_a_head_with_more_rows_than_memory_is_refused_with_the_option_to_lower():
     with pytest.raises(RuleError, match=r"memory for .* rows of a head, .* Lower speculative_n"):
         LLM(speculative_algorithm="eagle3", max_running_requests=2**31 - 1)
 
 
-def test_integers_are_weights_nowhere_else(tmp_path):
+def test_integer_tensors_other_than_d2t_and_t2d_are_refused_as_weights(tmp_path):
     """d2t and t2d are read as what they are; an integer tensor under any other name is refused."""
     save(tmp_path, config_of(EAGLE3), {**tensors(EAGLE3), "codes": torch.ones(2).int()})
     with pytest.raises(RuleError, match="weights are floating point; got 1 others: codes is I32"):

@@ -146,7 +146,7 @@ def judge(tiny: Tiny, least: int = 5, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
-def test_nan_logits_behind_the_last_token_end_a_request_that_has_a_draft(how):
+def test_nan_logits_after_the_last_token_end_a_request_that_has_a_draft(how):
     engine, poison = made(LLAMA, **how), 50
     kind = engine.kinds[GENERATE]
 
@@ -164,7 +164,7 @@ def test_nan_logits_behind_the_last_token_end_a_request_that_has_a_draft(how):
 
 
 @pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_logit_behind_the_last_token_that_is_wanted_is_nobodys_error(how):
+def test_a_nan_logit_past_the_last_wanted_token_is_no_error(how):
     engine, prompt = made(LLAMA, **how), prompts()[0]
     kind, shape = engine.kinds[GENERATE], engine.speculation.shape
     engine.runner.buckets = Buckets.for_decoding(2, 0, 0, shape.widths)  # drafts go past the end
@@ -184,7 +184,7 @@ def test_a_logit_behind_the_last_token_that_is_wanted_is_nobodys_error(how):
 
 @pytest.mark.parametrize("tiny", [LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2], ids=lambda t: t.name)
 @pytest.mark.parametrize("how", [NGRAM, CHAIN, TREE], ids=["ngram", "chain", "tree"])
-def test_speculative_answers_have_the_bits_of_plain_ones(tiny, how):
+def test_speculative_answers_have_the_bits_of_plain_decoding(tiny, how):
     judge(tiny, **how)
 
 
@@ -202,18 +202,18 @@ def test_speculative_answers_have_the_bits_of_plain_ones(tiny, how):
     ],
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items())[:40],
 )
-def test_no_option_of_the_engine_changes_that(how, options):
+def test_no_engine_option_changes_the_bits_of_speculative_answers(how, options):
     judge(QWEN3, least=1, **how, **options)
 
 
-def test_the_path_goes_on_while_the_draft_is_the_sample():
+def test_an_accepted_path_continues_while_the_draft_token_is_the_sample():
     draft = NodeRows(2, (7, 8, 9, 8, 4), (-1, 0, 0, 1, 3))
     sampled = [1, 3, 8, 8, 5, 4, 6]
     found = verify([0, 1, 2], {2: draft}, sampled, {})
     assert found.token_ids == {2: (8, 8, 4, 6)} and found.nodes == {2: (0, 1, 3, 4)}
 
 
-def test_an_error_behind_accepted_tokens_ends_the_path_before_it():
+def test_an_error_after_accepted_tokens_ends_the_path_before_it():
     draft = NodeRows(0, (7, 8, 9), (-1, 0, 1))
     found = verify([0], {0: draft}, [8, -1, 4], {1: "NaN", 2: "of no interest"})
     assert found.token_ids == {0: (8,)} and found.nodes == {0: (0,)} and found.errors == {0: "NaN"}
@@ -252,7 +252,7 @@ def test_a_model_for_embeddings_does_not_speculate():
         Engine(EngineConfig.from_names({"context_length": CONTEXT, **NGRAM}), silent)
 
 
-def test_a_draft_that_the_memory_has_no_room_for_is_refused(tmp_path, monkeypatch):
+def test_a_draft_model_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
     """It is refused before its weights are read, so a start with the target alone loses nothing."""
 
     class Card:
@@ -267,7 +267,7 @@ def test_a_draft_that_the_memory_has_no_room_for_is_refused(tmp_path, monkeypatc
         draft_model.load(DraftSetup(config.settled("float32"), loaded(LLAMA), 0, 8))
 
 
-def test_a_draft_of_another_vocabulary_is_refused():
+def test_a_draft_model_with_another_vocabulary_is_refused():
     small = Tiny("small", "", "llama", {**LLAMA.config, "vocab_size": 40})
     model = replace(
         parts(LLAMA, select.load("cpu")),
@@ -277,7 +277,7 @@ def test_a_draft_of_another_vocabulary_is_refused():
         Engine(EngineConfig.from_names({"context_length": CONTEXT, **CHAIN}), model)
 
 
-def test_every_token_of_the_context_may_be_guessed_and_none_behind_it():
+def test_every_token_of_the_context_may_be_drafted_and_none_past_its_end():
     """A draft ends where the context does."""
     wish = replace(PLAIN, max_tokens=None)
     plain, drafted = made(LLAMA), made(LLAMA, **NGRAM)
@@ -289,7 +289,7 @@ def test_every_token_of_the_context_may_be_guessed_and_none_behind_it():
 
 
 @pytest.mark.parametrize("how", [NGRAM, CHAIN, TREE], ids=["ngram", "chain", "tree"])
-def test_who_has_one_token_left_is_not_asked_and_holds_up_nobody_elses_guesses(how):
+def test_a_request_with_one_token_left_is_not_drafted_and_does_not_stop_other_drafts(how):
     engine, asked = made(LLAMA, **how), []
     jobs = [engine.add((4, 5) * 9, replace(PLAIN, max_tokens=most)) for most in (2, 9)]
     propose = engine.speculation.draft.propose
@@ -309,7 +309,7 @@ def test_who_has_one_token_left_is_not_asked_and_holds_up_nobody_elses_guesses(h
 
 @pytest.mark.parametrize("how", [NGRAM, TREE], ids=["ngram", "tree"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_request_that_is_aborted_with_nodes_gives_every_page_back(how, overlap):
+def test_a_request_aborted_with_draft_nodes_gives_every_page_back(how, overlap):
     engine = made(QWEN3, overlap, disable_radix_cache=True, **how)
     jobs = [engine.add(prompt, PLAIN) for prompt in prompts()[:3]]
     for count in range(14):
@@ -322,7 +322,7 @@ def test_a_request_that_is_aborted_with_nodes_gives_every_page_back(how, overlap
     assert all(pool.free == pool.num_pages - 1 for pool in pools)
 
 
-def test_results_say_what_was_guessed():
+def test_an_output_counts_drafted_and_accepted_tokens_and_verify_steps():
     engine = made(LLAMA, **NGRAM)
     job = engine.add((4, 5) * 9, PLAIN)
     run(engine)
@@ -330,7 +330,7 @@ def test_results_say_what_was_guessed():
     assert counts == Speculated(drafted=16, accepted=16, verify_steps=4)
 
 
-def test_the_noise_of_some_tokens_is_theirs_among_all():
+def test_the_noise_of_some_tokens_is_theirs_in_the_whole_vocabulary():
     counters = torch.tensor([counter(7, 0, 12), counter(-3, 2, 40)])
     ids = torch.tensor([[0, 5, 60], [59, 1, 2]])
     every = noise_of(counters, torch.arange(61).expand(2, -1))
@@ -363,11 +363,11 @@ def right(share: float) -> Acceptance:
         (0.9, (1.0, 1.2, 0.5), 4),
     ],
 )
-def test_guesses_are_as_deep_as_it_pays(share, seconds, depth):
+def test_drafts_are_as_deep_as_it_pays(share, seconds, depth):
     assert costs(*seconds).depths([right(share)], 4, 4) == [depth]
 
 
-def test_of_a_trial_a_shorter_time_alone_counts():
+def test_the_time_of_a_trial_counts_only_below_the_estimate():
     """Times of trials used to be ignored: a draft that was slow once was taken to be slow
     permanently, and a request that was always right rested. A trial starts cold, so a longer time
     proves nothing."""
@@ -394,7 +394,7 @@ def test_a_clock_that_stands_still_or_goes_back_measures_nothing():
     assert seen.plain.y == 1.0
 
 
-def test_what_is_not_known_yet_is_tried():
+def test_a_step_of_unknown_cost_is_tried():
     seen = Costs()
     assert seen.depths([Acceptance()], 4, 4) == [0], "a plain step"
     assert seen.pays([Acceptance()]) == [False]
@@ -404,7 +404,7 @@ def test_what_is_not_known_yet_is_tried():
     assert seen.pays([Acceptance()]) == [True]
 
 
-def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs():
+def test_a_draft_of_variable_length_is_used_while_it_yields_more_than_it_costs():
     """Five guesses per draft. At any depth, verifying costs half a step extra and drafting a
     quarter."""
     seen = costs(1.0, 1.5 + 0.4, 0.25 + 0.8)
@@ -418,7 +418,7 @@ def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs
     assert seen.pays([right(each / 5 - 0.01)]) == [False]
 
 
-def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
+def test_slices_of_the_plan_of_a_chain_are_the_plans_of_its_steps():
     specs = loaded(LLAMA).model.groups(4)
     groups = CacheGroups(specs, [PagePool(32) for _ in specs])
     tables = [PageTable(groups), PageTable(groups)]
@@ -498,7 +498,7 @@ def watched(propose: Any, trees: list[Any], asks: Any) -> Any:
     return trees[-1]
 
 
-def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(monkeypatch):
+def test_only_the_hidden_states_of_the_last_two_rows_of_a_prompt_are_kept(monkeypatch):
     """The whole chunk used to stay alive for as long as a request rested."""
     monkeypatch.setattr(model_draft, "SPARSE", 4)
     engine = made(LLAMA, **EAGLE3)
@@ -508,8 +508,8 @@ def test_of_a_prompt_the_states_of_the_next_row_and_the_one_before_it_are_kept(m
     assert (state.begin, state.rows) == (10, (0, 1)) and [*map(len, state.hidden)] == [2, 2]
 
 
-@pytest.mark.parametrize("tokens", [1, 2], ids=["a prompt alone", "one that may speculate"])
-def test_who_decodes_beside_a_prompt_keeps_none_of_its_states(tokens, monkeypatch):
+@pytest.mark.parametrize("tokens", [1, 2], ids=["a prompt alone", "a request that may speculate"])
+def test_a_request_that_decodes_beside_prompts_keeps_none_of_their_states(tokens, monkeypatch):
     """A resting request used to keep whole steps alive, one for each prompt that arrived."""
     monkeypatch.setattr(model_draft, "SPARSE", 16)
     engine = made(LLAMA, **EAGLE3)
@@ -525,7 +525,7 @@ def test_who_decodes_beside_a_prompt_keeps_none_of_its_states(tokens, monkeypatc
     assert all(row < len(step) for step, row in zip(state.hidden, state.rows, strict=True))
 
 
-def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself():
+def test_a_new_request_begins_with_the_overall_acceptance_rate_and_soon_has_its_own():
     all_of_them = Acceptance()
     for _ in range(50):
         all_of_them.verified(drafts=1, guesses=4, tried=1, right=0)
@@ -537,7 +537,7 @@ def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself
     assert new.rate > 0.5
 
 
-def test_who_is_more_often_wrong_than_right_rests_for_longest():
+def test_a_request_whose_drafts_are_mostly_wrong_rests_longest():
     some, none = Acceptance(), Acceptance()
     for step in range(40):
         some.verified(1, 1, 1, step % 4 > 0)
@@ -548,7 +548,7 @@ def test_who_is_more_often_wrong_than_right_rests_for_longest():
     assert (some.rest, none.rest) == (LONG_REST, LONGEST_REST)
 
 
-def test_who_brings_far_less_than_it_costs_rests_for_longest():
+def test_a_request_whose_drafts_yield_far_less_than_they_cost_rests_longest():
     near, far = right(0.8), right(0.6)  # five guesses, which cost as much as 4.5 plain tokens
     costs(1.0, 1.8, 3.5).pays([near, far])
     assert NEAR < near.worth < 1 and far.worth < NEAR and far.rate > 0.5
@@ -558,7 +558,7 @@ def test_who_brings_far_less_than_it_costs_rests_for_longest():
     assert (near.rest, far.rest) == (LONG_REST, LONGEST_REST)
 
 
-def test_what_is_found_behind_a_rest_counts_for_more():
+def test_acceptance_measured_after_a_rest_counts_for_more():
     """Fifty drafts of four guesses, one of them right in each, then a draft that is wholly right.
     That one used to be outweighed by the others, and the request rested although its text had
     become easy."""
@@ -573,7 +573,7 @@ def test_what_is_found_behind_a_rest_counts_for_more():
     assert seen.pays([patient, acceptance]) == [False, True]
 
 
-def test_behind_an_interruption_a_draft_is_told_of_no_step_that_came_before():
+def test_after_an_interruption_a_draft_is_notified_of_no_earlier_step():
     """Steps are numbered from the start again then, and steps that embed have numbers too. The
     draft used to be passed rows of requests that no longer existed, and the times of steps that
     embed were kept permanently."""
@@ -596,7 +596,7 @@ def test_behind_an_interruption_a_draft_is_told_of_no_step_that_came_before():
     assert job.completions[0].token_ids == want.completions[0].token_ids
 
 
-def test_who_pays_again_rests_as_shortly_as_at_first():
+def test_a_request_whose_drafts_pay_again_rests_as_shortly_as_at_first():
     """Being right sometimes is not enough: the rests of a request whose guesses do not pay keep
     growing."""
     engine = made(LLAMA, **NGRAM)
@@ -614,7 +614,7 @@ def test_who_pays_again_rests_as_shortly_as_at_first():
     assert (acceptance.rest, acceptance.rests_until) == (REST, 0)
 
 
-def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
+def test_a_new_request_has_its_own_try_unless_a_try_has_just_failed():
     """It used to inherit the rest of the request before it, up to 1,024 steps: text that is easy to
     guess got no guesses after text that is not."""
     engine = made(LLAMA, **NGRAM)
@@ -640,7 +640,7 @@ def test_a_new_request_has_a_try_of_its_own_unless_one_has_just_failed():
     assert speculation._wanted(scheduler) == {second: 1}, "a try"
 
 
-def test_a_new_request_has_a_try_behind_one_that_ended_in_a_try():
+def test_a_new_request_has_a_try_after_a_request_that_ended_in_a_try():
     """A request with one token left guesses nothing. That it had never rested was taken for a rest
     of all requests, and the next request rested up to 1,024 steps without a try."""
     engine = made(LLAMA, **NGRAM)
@@ -660,7 +660,7 @@ def test_a_new_request_has_a_try_behind_one_that_ended_in_a_try():
     assert speculation._wanted(scheduler) == {second: 1}, "a try"
 
 
-def test_behind_an_interruption_rests_are_as_short_as_at_first():
+def test_after_an_interruption_rests_are_as_short_as_at_first():
     """A request that continued used to rest immediately, for the longest rest reached before."""
     engine = made(LLAMA, **NGRAM)
     engine.add((4, 5) * 9, PLAIN)
@@ -704,7 +704,7 @@ def guided(prompts: Sequence[tuple[int, ...]], wish: SamplingParams, wrong: Cont
     return engine, asked
 
 
-def test_whoever_is_right_is_asked_although_others_rest():
+def test_requests_whose_drafts_are_right_are_drafted_although_others_rest():
     """Times were stored by the number of requests that decode, but looked up by the number of those
     that do not rest. As soon as one rested nothing was known, and drafts were only tried now and
     then."""
@@ -722,7 +722,7 @@ def test_whoever_is_right_is_asked_although_others_rest():
     assert sum(bool(each & {2, 3}) for each in late) < 0.3 * len(late), asked
 
 
-def test_once_a_new_request_is_right_every_step_asks():
+def test_once_drafts_of_a_new_request_are_right_every_step_drafts():
     """It used to be drafted for in one step of eight for as long as the previous one would have
     rested."""
     (prompt,), wish = [words(9, 1)], replace(PLAIN, max_tokens=100)
@@ -741,7 +741,7 @@ def test_once_a_new_request_is_right_every_step_asks():
     assert first <= 10 and all(asked[first:-1]), asked
 
 
-def test_few_who_guess_bear_what_a_draft_costs_alone():
+def test_the_fixed_cost_of_a_draft_is_shared_only_by_the_requests_that_draft():
     """A verify of any depth costs half a step extra: one guessing request of two does not earn
     that, both together do."""
     seen = costs(1.0, 1.5)
@@ -753,7 +753,7 @@ def test_few_who_guess_bear_what_a_draft_costs_alone():
     assert seen.depths([always], 1, 1) == [1] and seen.depths([always], 1, 1, share=0.5) == [0]
 
 
-def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():
+def test_one_step_that_waited_for_a_prompt_does_not_make_drafts_costly():
     """That step used to weigh four times as much as the others, and drafts that paid rested after
     it."""
     seen = costs(1.0, 3.7)
@@ -762,7 +762,7 @@ def test_one_step_that_waited_for_a_prompt_does_not_make_guesses_dear():
     assert seen.depths([right(0.75)], 4, 4) == [1]
 
 
-def test_completions_behind_a_prompt_in_chunks_have_a_heads_guesses():
+def test_completions_of_a_prompt_in_chunks_are_drafted_by_a_head():
     """They had none: only the parent kept the state of the row before the last chunk."""
     engine, asked = made(LLAMA, **EAGLE3, chunked_prefill_size=24), dict[int, list[bool]]()
     propose = engine.speculation.draft.propose
@@ -779,7 +779,7 @@ def test_completions_behind_a_prompt_in_chunks_have_a_heads_guesses():
     assert asked.keys() == {0, 1, 2} and all(map(all, asked.values())), asked
 
 
-def test_while_all_rest_nobody_is_asked_and_few_steps_are_timed():
+def test_while_all_requests_rest_none_is_drafted_and_few_steps_are_timed():
     engine = made(LLAMA, **NGRAM)
     speculation, asked, timed = engine.speculation, [], []
     engine.add((4, 5) * 9, replace(PLAIN, max_tokens=60))
@@ -806,7 +806,7 @@ def test_while_all_rest_nobody_is_asked_and_few_steps_are_timed():
     assert asked, "whose depth is fixed does not rest"
 
 
-def test_a_try_that_is_due_waits_for_somebody_who_speculates():
+def test_a_try_that_is_due_waits_for_a_request_that_speculates():
     engine = made(LLAMA, **NGRAM)
     speculation = engine.speculation
     speculation.adaptive, speculation._acceptance.rests_until = True, 1
@@ -816,7 +816,7 @@ def test_a_try_that_is_due_waits_for_somebody_who_speculates():
     assert speculation._acceptance.rests_until == 1
 
 
-def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
+def test_a_request_whose_drafts_are_never_right_rests_longer_and_longer_and_tries_again():
     engine = made(LLAMA, **NGRAM)
     speculation = engine.speculation
     speculation.adaptive, said = True, []
@@ -852,7 +852,7 @@ def sixteen() -> tuple[Parts, list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("draft", speculative_bits.DRAFTS)
-def test_the_built_in_model_has_no_other_bit_with_any_draft(draft, sixteen, tmp_path):
+def test_the_built_in_model_has_the_same_bits_with_any_draft(draft, sixteen, tmp_path):
     if draft.startswith("eagle3"):
         pytest.importorskip("lockstep.spec.eagle3")
     parts, requests, want = sixteen
@@ -868,7 +868,7 @@ def test_the_built_in_model_has_no_other_bit_with_any_draft(draft, sixteen, tmp_
     assert [column["tokens"] for column in doc["columns"]] == [16 * 64] * 3
 
 
-def test_a_run_that_was_ended_goes_on_from_its_document(tmp_path, capsys):
+def test_an_ended_run_of_lab_bits_continues_from_its_document(tmp_path, capsys):
     counts = {**dict.fromkeys(speculative_bits.COUNTS, 0), "tokens": 9, "drafted": 4, "accepted": 2}
     names = [f"ngram; {wish}" for wish in speculative_bits.WISHES]
     blocks = {"0": dict.fromkeys(names, counts), "16": dict.fromkeys(names, counts)}

@@ -106,7 +106,7 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("steps", [3, 7, 15])
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
-def test_chains_are_as_long_for_who_is_near_the_contexts_end(how, steps, page_size, monkeypatch):
+def test_chains_are_as_long_for_requests_near_the_context_end(how, steps, page_size, monkeypatch):
     """Pages used to be reserved for each request's own guesses, but rows were made for the longest
     chain: the plan reached beyond the pages, and every step failed."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -126,7 +126,7 @@ def test_chains_are_as_long_for_who_is_near_the_contexts_end(how, steps, page_si
     ("count", "chunk", "most"),
     [(3, 64, 6), (6, 42, 6), (6, 41, 3), (6, 24, 3), (6, 23, 1), (6, 12, 1), (6, 11, 0)],
 )
-def test_drafts_that_do_not_all_fit_into_a_step_are_shorter_for_all(
+def test_drafts_that_do_not_all_fit_into_a_step_are_shortened_for_all_requests(
     count, chunk, most, monkeypatch
 ):
     """The first requests used to get whole drafts, one the rest and the others none: such a step
@@ -154,7 +154,7 @@ def test_drafts_that_do_not_all_fit_into_a_step_are_shorter_for_all(
     assert 0 not in widths, "every request has as many rows"
 
 
-def test_a_lone_request_may_have_a_lone_guess(monkeypatch):
+def test_a_lone_request_may_have_a_single_draft_token(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     single = {**CHAIN, "speculative_num_steps": 1, "speculative_num_draft_tokens": None}
@@ -175,7 +175,7 @@ def test_captured_launches_have_the_widths_of_one_row_and_of_drafts(how):
 
 
 @pytest.mark.parametrize("how", [NGRAM, CHAIN], ids=["ngram", "chain"])
-def test_buckets_that_a_config_names_have_no_recorded_widths_of_drafts(how, monkeypatch):
+def test_with_named_bucket_sizes_no_launch_of_draft_width_is_recorded(how, monkeypatch):
     engine = made(QWEN3, graphs=True, bucket_sizes=[512], **how)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     for kind, *launch in drafting.launches(
@@ -209,7 +209,7 @@ def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penali
     assert late == counts.drafted if not penalised else 0 < late < counts.drafted
 
 
-def test_guesses_that_are_kept_for_the_next_step_need_a_runner_with_room_for_them(monkeypatch):
+def test_draft_tokens_kept_for_the_next_step_need_a_runner_with_overlap(monkeypatch):
     """Without overlap, a launch of a chain sampled one token and was captured for no step at
     all."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -223,7 +223,7 @@ def test_guesses_that_are_kept_for_the_next_step_need_a_runner_with_room_for_the
         runner.run(plan, (), draft.extend, chain=Chain(draft.kind, 3))
 
 
-def test_drafts_of_a_recorded_step_rest_and_try_together(monkeypatch):
+def test_requests_of_a_recorded_step_rest_and_try_together(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     engine = recorded(QWEN3, False, monkeypatch, **CHAIN)
@@ -242,7 +242,7 @@ def test_drafts_of_a_recorded_step_rest_and_try_together(monkeypatch):
     assert len(speculation._wanted(scheduler)) == 0  # one try, then a longer rest
 
 
-def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
+def test_chains_of_a_recorded_step_are_padded_to_the_longest():
     asks = [speculations.DraftRequest(None, WISH, steps, 4) for steps in (4, 2, 4)]
     trees = [
         speculations.DraftTree((7, 8, 9), (0, 1, 2)),
@@ -260,7 +260,7 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
 
 @pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("tokens", range(4, 8))
-def test_a_shallow_draft_has_room_for_rows_that_make_all_as_many(how, tokens, monkeypatch):
+def test_a_shallow_draft_has_pages_for_the_rows_that_pad_its_step(how, tokens, monkeypatch):
     """A tree of one level had no room at the end of a page: its first step has more rows than its
     depth."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -274,7 +274,7 @@ def test_a_shallow_draft_has_room_for_rows_that_make_all_as_many(how, tokens, mo
 
 
 @pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
-def test_whatever_a_draft_extends_is_as_wide_as_launches_that_are_captured(how, monkeypatch):
+def test_every_extend_step_of_a_draft_has_a_captured_width(how, monkeypatch):
     """With a penalty a chain is guessed step by step, and begins as a tree does."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
@@ -290,7 +290,7 @@ def test_whatever_a_draft_extends_is_as_wide_as_launches_that_are_captured(how, 
     assert max(widths) > 0 and widths <= {0, *engine.runner.widths}
 
 
-def test_what_pads_a_chain_is_no_guess(monkeypatch):
+def test_pads_of_a_chain_are_not_counted_as_draft_tokens(monkeypatch):
     """They used to count: where one request in twenty had a guess, the acceptance rate seemed to be
     almost 0."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -299,13 +299,13 @@ def test_what_pads_a_chain_is_no_guess(monkeypatch):
     jobs = [engine.add(*each) for each in ASKED[:2]]
     propose = engine.speculation.draft.propose
 
-    def of_the_first(asks: Any) -> Any:
+    def for_the_first_only(asks: Any) -> Any:
         trees = propose(asks)
         mine = [ask.request is jobs[0].request for ask in asks]
         none = speculations.DraftTree((), ())
         return [tree if own else none for tree, own in zip(trees, mine, strict=True)]
 
-    engine.speculation.draft.propose = of_the_first
+    engine.speculation.draft.propose = for_the_first_only
     while engine.busy:
         engine.step()
     first, second = (job.output("").speculated for job in jobs)
@@ -314,7 +314,7 @@ def test_what_pads_a_chain_is_no_guess(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
-def test_the_next_chains_are_made_before_a_verify_is_settled_and_are_the_same(how, monkeypatch):
+def test_the_next_chains_are_drafted_before_a_verify_is_settled_and_are_the_same(how, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)
     found, used = [], []
@@ -355,7 +355,7 @@ def proposed(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
-def test_chains_that_were_made_early_are_not_used_behind_a_further_step(how, monkeypatch):
+def test_chains_that_were_drafted_early_are_not_used_after_a_further_step(how, monkeypatch):
     """They used to be used one plain step later: guesses for the token before, and wrong draft
     keys."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -381,7 +381,7 @@ def test_chains_that_were_made_early_are_not_used_behind_a_further_step(how, mon
 
 
 @pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
-def test_a_failure_while_chains_are_made_early_is_forgotten(how, monkeypatch):
+def test_a_failure_while_chains_are_drafted_early_changes_no_later_draft(how, monkeypatch):
     """The rows by which the failed launch was ahead of its plan used to stay set for all later
     launches."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -408,7 +408,7 @@ def test_a_failure_while_chains_are_made_early_is_forgotten(how, monkeypatch):
     assert all(right.get(tokens, ids) == ids for tokens, ids in guesses.items())
 
 
-def test_a_heads_chains_do_not_depend_on_what_its_buffer_held_before(monkeypatch):
+def test_a_heads_chains_do_not_depend_on_the_old_content_of_its_buffer(monkeypatch):
     """Rows of tokens that already had keys used to be computed again from the buffer's old content,
     which made their keys wrong."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -418,11 +418,11 @@ def test_a_heads_chains_do_not_depend_on_what_its_buffer_held_before(monkeypatch
         engine = recorded(LLAMA, True, monkeypatch, **EAGLE3)
         guesses, propose = proposed(engine), engine.speculation.draft.propose
 
-        def behind(asks: Any, engine: Any = engine, value: Any = value, propose: Any = propose):
+        def refilled(asks: Any, engine: Any = engine, value: Any = value, propose: Any = propose):
             engine.draft_model.hidden.fill_(value)
             return propose(asks)
 
-        engine.speculation.draft.propose = behind
+        engine.speculation.draft.propose = refilled
         answers(engine, ASKED)
         found.append(guesses)
     assert len(found[0]) > 5 and found[0] == found[1]
