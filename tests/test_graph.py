@@ -86,7 +86,7 @@ def answers(engine: Engine) -> list[object]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_launch_that_samples_gives_the_same_answers(
+def test_a_launch_that_includes_sampling_gives_the_same_answers(
     parts: engines.Parts, overlap: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -104,7 +104,7 @@ def test_a_launch_that_samples_gives_the_same_answers(
     assert sum(tape.replays for tape in engine.runner.tapes.values()) >= 5 * graphs
 
 
-def test_what_a_step_brings_is_copied_to_the_host_and_a_chunk_brings_no_token(
+def test_the_samples_of_a_step_are_copied_to_the_host_and_a_chunk_has_none(
     parts: engines.Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -125,7 +125,7 @@ def test_what_a_step_brings_is_copied_to_the_host_and_a_chunk_brings_no_token(
         assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
 
 
-def test_no_row_of_a_pad_is_left_whatever_the_width_of_a_state() -> None:
+def test_pad_rows_are_removed_from_outputs_of_any_width() -> None:
     """Three rows are emitted, and padded to four, of three columns each."""
     states = torch.arange(12.0).reshape(4, 3)
     out = StepOutput(states, states, logits=states, next_hidden=states)
@@ -141,12 +141,12 @@ def test_no_row_of_a_pad_is_left_whatever_the_width_of_a_state() -> None:
     assert out.without_pads(Real(requests=1, tokens=4, emits=4)) is out
 
 
-def test_ids_below_zero_are_samples_of_the_step_before() -> None:
+def test_ids_below_zero_refer_to_samples_of_the_previous_step() -> None:
     ids, sampled = torch.tensor([7, -1, -3, 0], dtype=torch.int32), torch.tensor([40, 41, 42])
     assert resolve_ids(ids, sampled).tolist() == [7, 40, 42, 0]
 
 
-def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
+def test_sampling_settings_round_trip_as_int32_and_pad_rows_are_greedy() -> None:
     floats = torch.tensor([[0.6, 0.9, -1.5], [0.1, 1.0, 0.0]], dtype=torch.float64)
     ints = torch.arange(10).view(2, 5) + 2**40
     room = np.full(3 * SETTING, 9, np.int32)
@@ -186,7 +186,7 @@ def test_only_steps_that_may_run_twice_are_captured() -> None:
     assert captures(verify, (1, 2)) and not captures(verify, (1, 4))
 
 
-def test_a_step_with_more_rows_per_request_than_launches_of_few_sizes_serve_is_not_captured():
+def test_a_step_with_more_rows_per_request_than_the_capture_limit_is_not_captured():
     """A tree of 25 nodes used to be captured again and again, since launches of wide steps depend
     on the requests' lengths; on a GPU no graph was ever dropped."""
     shape = {"requests": 2, "emits": 2, "tail": 0, "moves": (0,), "pages": (8,), "writes": (2,)}
@@ -195,7 +195,7 @@ def test_a_step_with_more_rows_per_request_than_launches_of_few_sizes_serve_is_n
         assert captures(bucket, (1, width)) == few_rows(bucket) == few
 
 
-def test_a_gpu_captures_steps_that_decode_and_verify_but_no_prompts_of_as_many_rows(parts):
+def test_a_gpu_captures_decode_and_verify_steps_but_no_prompts_of_the_same_width(parts):
     runner = Engine(CONFIG, parts, overlap=True).runner
     runner.graphs, runner.every, runner.studio = True, False, object()
     runner.buckets = Buckets.for_decoding(8, 64, 600, (1, 7))
@@ -237,7 +237,7 @@ class FakeGraph:
     ("fault", "error"),
     [("begin", KeyboardInterrupt()), ("launch", torch.OutOfMemoryError("no room")), ("", None)],
 )
-def test_a_capture_that_is_stopped_is_ended_and_its_own_error_is_raised(fault, error, monkeypatch):
+def test_a_failed_capture_is_ended_and_its_own_error_is_raised(fault, error, monkeypatch):
     """An interrupt right after the capture began used to leave the stream capturing."""
     log: list[str] = []
     made = FakeGraph(fault, error, log)
@@ -260,7 +260,7 @@ def test_a_capture_that_is_stopped_is_ended_and_its_own_error_is_raised(fault, e
         assert log == ["begin", "launch", "end", "replay"] and tape.output == 2
 
 
-def test_a_launch_whose_capture_lacks_memory_runs_plainly_after_two_tries(parts, monkeypatch):
+def test_a_launch_whose_capture_lacks_memory_runs_uncaptured_after_two_tries(parts, monkeypatch):
     """Its step used to fail, and the next one with it, for as long as the engine lived."""
     tries: list[Tape] = []
 
@@ -279,7 +279,7 @@ def test_a_launch_whose_capture_lacks_memory_runs_plainly_after_two_tries(parts,
     assert 2 in engine.runner._failed.values(), "a second try, in case memory has become free"
 
 
-def test_an_arena_of_a_gpu_fills_two_places_in_turns_and_waits_for_their_copies() -> None:
+def test_an_arena_on_a_gpu_alternates_two_buffers_and_waits_for_their_copies() -> None:
     arena = Arena(16, torch.device("cpu"))
     waited: list[int] = []
 
@@ -303,7 +303,7 @@ def test_an_arena_of_a_gpu_fills_two_places_in_turns_and_waits_for_their_copies(
     assert arena._slots[1][:4].tolist() == [3] * 4 and arena._slots[0][:4].tolist() == [2] * 4
 
 
-def test_weights_are_drawn_from_a_config_alone(tmp_path: Path) -> None:
+def test_dummy_weights_are_drawn_from_a_config_alone(tmp_path: Path) -> None:
     tiny.save(tiny.QWEN3, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(RuleError, match=r"holds model\.safetensors"):
@@ -316,7 +316,7 @@ def test_weights_are_drawn_from_a_config_alone(tmp_path: Path) -> None:
     assert torch.equal(first.model.embedding.weight, again.model.embedding.weight)
 
 
-def test_auto_is_a_gpu_that_we_know_and_otherwise_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_a_known_gpu_and_otherwise_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert devices.find() == ("cpu", "no GPU is visible")
@@ -339,12 +339,12 @@ def test_weights_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.Monk
         loader.check_room(Card(), 501)
 
 
-def test_the_cache_has_the_dtype_of_activations_unless_another_is_asked_for() -> None:
+def test_the_cache_has_the_dtype_of_the_activations_unless_another_is_set() -> None:
     assert EngineConfig().settled("bfloat16").kv_cache_dtype == "bfloat16"
     assert EngineConfig(kv_cache_dtype="float32").settled("bfloat16").kv_cache_dtype == "float32"
 
 
-def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
+def test_attention_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
     from lockstep.attention.triton import Backend, Launch, most_items, room_for, round_launch
     from lockstep.kernels.triton import launch
     from lockstep.types import AttnSpec
@@ -361,7 +361,7 @@ def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
     assert Backend().wider(spec, replace(bucket, width=0), few) == ()
 
 
-def test_more_rows_than_the_grid_has_are_multiplied_in_turns(
+def test_a_gemm_with_more_rows_than_its_grid_is_computed_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from lockstep.kernels.triton import gemm_choice
@@ -380,7 +380,7 @@ def test_more_rows_than_the_grid_has_are_multiplied_in_turns(
     assert calls == [4, 4, 1] and torch.allclose(y, x @ w.t(), atol=1e-5)
 
 
-def test_a_step_that_samples_more_than_the_next_can_wait_for_is_refused():
+def test_a_step_that_samples_more_tokens_than_the_runner_can_keep_is_refused():
     room = 4
     runner = Runner.__new__(Runner)
     runner.sampled = torch.zeros(room, dtype=torch.int64)

@@ -190,7 +190,7 @@ def limited(rows: int, requests: int) -> EngineConfig:
     return EngineConfig(chunked_prefill_size=rows, max_running_requests=requests)
 
 
-class Taking(Scheduler):
+class CheckedScheduler(Scheduler):
     def add(self, spec: RequestSpec) -> Request:
         """Adds a request as the engine does; refuses one that could never run."""
         self.refuse(spec)
@@ -208,7 +208,7 @@ class World:
             for s, n in zip(model.specs, pages, strict=True)
         ]
         self.model, self.pools, self.limits = model, pools, limits
-        self.scheduler = Taking(model.kinds, pools, limits)
+        self.scheduler = CheckedScheduler(model.kinds, pools, limits)
         self.store: list[dict[int, int]] = [{} for _ in model.specs]
         self.scored: dict[Request, list[int]] = {}
         self.ended: list[Request] = []
@@ -521,12 +521,12 @@ def world(model: Model, pages: int, size: int = 64, running: int = 16) -> World:
 DENSE, HYBRID, CROSSED = MODELS[1], MODELS[3], MODELS[7]
 
 
-def test_nothing_to_do_is_none():
+def test_schedule_returns_none_if_there_is_nothing_to_do():
     assert world(DENSE, 8).scheduler.schedule() is None
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_cache_for_one_request_serves_them_all(model):
+def test_a_cache_with_room_for_one_request_completes_all_requests(model):
     asked = [RequestSpec((1, 2, 3, i % 4, i), 20, tenant=LONG) for i in range(5)]
     w = World(model, least(model, asked), limited(8, 16))
     requests = [w.scheduler.add(ask) for ask in asked]
@@ -536,7 +536,7 @@ def test_a_cache_for_one_request_serves_them_all(model):
     w.settle()
 
 
-def test_preemption_gives_way_to_the_earlier_request_and_changes_nothing():
+def test_preemption_in_a_small_cache_changes_no_token():
     w = world(DENSE, 13)
     requests = [w.scheduler.add(RequestSpec((1, 2, i), 36, tenant=LONG)) for i in range(3)]
     lost, before = 0, []
@@ -565,7 +565,7 @@ def test_a_request_that_never_fits_is_refused_with_both_numbers():
     w.settle()
 
 
-def test_what_is_computed_whole_fits_into_one_step():
+def test_an_embedding_or_encoder_input_longer_than_a_step_is_refused():
     w = world(CROSSED, 20, size=8)
     for ask in (RequestSpec((1,) * 9, embed=True), RequestSpec((1,), encoder_ids=(1,) * 9)):
         with pytest.raises(RuleError, match=r"at most 8 tokens; got 9"):
@@ -575,12 +575,12 @@ def test_what_is_computed_whole_fits_into_one_step():
 @pytest.mark.parametrize(
     "wrong", [{"n": 2, "max_new_tokens": 0}, {"embed": True, "encoder_ids": (1,)}]
 )
-def test_an_ask_that_makes_no_sense_is_refused(wrong):
+def test_a_request_spec_that_contradicts_itself_is_refused(wrong):
     with pytest.raises(RuleError):
         RequestSpec(**{"prompt": (1,), **wrong})
 
 
-def test_decoding_goes_first_and_prompts_fill_the_rest():
+def test_decode_rows_are_scheduled_first_and_prompts_fill_the_rest_of_a_step():
     w = world(DENSE, 200, size=10)
     early = [w.scheduler.add(RequestSpec((1, i), 30, tenant=LONG)) for i in range(3)]
     w.finish(w.start())
@@ -593,7 +593,7 @@ def test_decoding_goes_first_and_prompts_fill_the_rest():
         w.judge(request)
 
 
-def test_a_prompt_goes_on_beside_one_whose_completions_find_no_room_in_the_step():
+def test_a_prompt_continues_beside_one_whose_completions_do_not_fit_the_step():
     w = world(DENSE, 60, size=4)
     decodes = w.scheduler.add(RequestSpec((1,), 3, tenant=LONG))
     w.finish(w.start())
@@ -610,7 +610,7 @@ def test_a_prompt_goes_on_beside_one_whose_completions_find_no_room_in_the_step(
         w.judge(request)
 
 
-def test_prompts_of_which_one_row_is_missing_begin_in_one_step():
+def test_prompts_of_one_row_begin_in_one_step():
     w = world(DENSE, 60)
     requests = [w.scheduler.add(RequestSpec((i,), 4)) for i in (1, 2, 3)]
     step = w.start()
@@ -621,7 +621,7 @@ def test_prompts_of_which_one_row_is_missing_begin_in_one_step():
         w.judge(request)
 
 
-def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
+def test_embeddings_and_encoders_have_their_own_steps_at_most_every_other_one():
     w = world(CROSSED, 60, size=12)
     asked = [
         RequestSpec((1, 2), 8),
@@ -642,7 +642,7 @@ def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w.settle()
 
 
-def test_a_second_turn_finds_what_the_first_one_generated():
+def test_a_second_turn_hits_the_tokens_that_the_first_one_generated():
     w = world(DENSE, 60)
     first = w.scheduler.add(RequestSpec((1, 2, 3, 0, 1), 14, tenant=LONG))
     w.run()
@@ -653,7 +653,7 @@ def test_a_second_turn_finds_what_the_first_one_generated():
     w.judge(second)
 
 
-def test_prompt_log_probabilities_match_nothing_but_insert():
+def test_a_request_for_prompt_logprobs_matches_no_prefix_but_inserts_its_own():
     w = world(DENSE, 60)
     prompt = (1, 2, 3, 0) * 4
     w.scheduler.add(RequestSpec(prompt, 2))
@@ -681,7 +681,7 @@ def test_scoring_alone_samples_nothing():
     assert w.scored[request] == list(range(11))
 
 
-def test_completions_share_the_prompt_and_each_ends_alone():
+def test_completions_share_the_pages_of_the_prompt_and_end_independently():
     w = world(HYBRID, 200, size=16)
     request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=4))
     step = w.start()
@@ -695,7 +695,7 @@ def test_completions_share_the_prompt_and_each_ends_alone():
     w.settle()
 
 
-def test_completions_that_find_no_room_wait():
+def test_completions_that_do_not_fit_wait():
     w = World(DENSE, (9,), limited(16, 2))
     request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=5))
     w.run()
@@ -733,7 +733,7 @@ def test_an_abort_between_launch_and_settling_leaves_no_page_and_no_fork(late):
     w.settle()
 
 
-def test_a_request_is_aborted_wherever_it_is():
+def test_a_request_can_be_aborted_while_it_runs_or_waits():
     w = world(CROSSED, 40, size=8, running=1)
     asked = [
         RequestSpec((1, 2, 3), 9),
@@ -774,7 +774,7 @@ def test_steps_are_launched_and_settled_once_and_in_order():
     w.settle()
 
 
-def test_a_row_names_the_sample_of_the_step_before_until_that_is_settled():
+def test_a_row_refers_to_the_sample_of_the_previous_step_until_that_is_settled():
     w = world(DENSE, 40)
     requests = [w.scheduler.add(RequestSpec((1, i), 5, tenant=LONG)) for i in range(3)]
     first = w.start()
@@ -789,7 +789,7 @@ def test_a_row_names_the_sample_of_the_step_before_until_that_is_settled():
         w.judge(request)
 
 
-def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
+def test_a_stop_found_late_costs_one_discarded_row_and_no_page():
     for start in range(40):
         ask = RequestSpec((1, 2, 3, start % 4, start), 30)
         if len(want := alone(ask, 0)) in (3, 7, 11):  # its last key would fill a page
@@ -808,7 +808,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
     pytest.fail("no text of such a length")
 
 
-def test_who_needs_values_or_has_all_its_tokens_waits_and_who_counts_does_not():
+def test_a_request_skips_a_step_only_if_it_needs_token_values_or_has_all_its_tokens():
     w = world(DENSE, 60)
     waits, ends, goes = (
         w.scheduler.add(RequestSpec((1, 2), 9, tenant=LONG, needs_values=True)),
@@ -829,7 +829,7 @@ def test_who_needs_values_or_has_all_its_tokens_waits_and_who_counts_does_not():
     w.settle()
 
 
-def test_a_list_of_tokens_is_cut_at_a_stop_and_at_the_length():
+def test_accepted_tokens_are_cut_at_a_stop_and_at_the_length():
     kept = Accepted((5, 6, 7, 8), 2, (0, 1, 2, 4)).cut(9)
     assert kept == ((5, 6), "stop")
     assert Accepted((5, 6, 7, 8), 3).cut(2) == ((5, 6), "length")
@@ -873,7 +873,7 @@ def test_a_higher_priority_displaces_a_lower_one_that_arrived_earlier():
     w.settle()
 
 
-def test_who_is_in_the_step_already_is_not_preempted_for_another():
+def test_a_request_that_is_already_in_the_step_is_not_preempted_for_another():
     w = world(DENSE, 22, size=8)
     low = [w.scheduler.add(RequestSpec((1, i), 40, tenant=LONG)) for i in range(3)]
     w.finish(w.start())
@@ -889,7 +889,7 @@ def test_who_is_in_the_step_already_is_not_preempted_for_another():
     w.settle()
 
 
-def test_nobody_is_overtaken_forever():
+def test_no_request_is_overtaken_forever():
     w = world(DENSE, 14, running=2)
     w.scheduler.add(RequestSpec((1, 2), 30, priority=1, tenant=LONG))
     low = w.scheduler.add(RequestSpec((0,) * 30, 8))
@@ -904,7 +904,7 @@ def test_nobody_is_overtaken_forever():
     w.settle()
 
 
-def test_within_a_priority_the_first_comes_first_even_if_it_is_large():
+def test_within_a_priority_the_first_request_runs_first_even_if_it_is_large():
     w = world(DENSE, 16)
     w.scheduler.add(RequestSpec((1, 2), 40, tenant=LONG))
     w.finish(w.start())
@@ -917,7 +917,7 @@ def test_within_a_priority_the_first_comes_first_even_if_it_is_large():
     w.settle()
 
 
-def test_the_rank_is_a_total_order_and_a_head_start_is_bounded():
+def test_the_order_of_requests_is_total_and_a_head_start_is_bounded():
     low, high = (
         Request(RequestSpec((1,)), 0),
         [Request(RequestSpec((1,), priority=1), a) for a in range(1, 200)],

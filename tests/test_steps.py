@@ -62,7 +62,7 @@ def lone(params, prompt=PROMPT, tiny=QWEN3):
     return job, bits
 
 
-def test_who_decodes_is_looked_at_twice_a_page_and_no_end_takes_others_out(monkeypatch):
+def test_a_decoding_request_is_inspected_at_most_twice_a_page_even_if_others_end(monkeypatch):
     """Once for the next page, and once when the keys of the last page have settled."""
     looks, look = [], Decoding.look
 
@@ -86,7 +86,7 @@ def test_who_decodes_is_looked_at_twice_a_page_and_no_end_takes_others_out(monke
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bart"])
-def test_recorded_answers_hold_when_steps_are_settled_late(name, tmp_path):
+def test_recorded_answers_are_unchanged_when_steps_are_settled_late(name, tmp_path):
     recorded = json.loads((Path(__file__).parent / "golden.json").read_text())[golden.key()]
     config = EngineConfig.from_names(
         {"model": str(golden.model_folder(name, tmp_path)), **golden.CRAMPED}
@@ -99,7 +99,7 @@ def test_recorded_answers_hold_when_steps_are_settled_late(name, tmp_path):
 
 
 @pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
-def test_what_is_settled_late_is_what_is_settled_at_once(tiny):
+def test_answers_settled_late_are_those_settled_immediately(tiny):
     """Forks, items, penalties, stop strings and scores in one engine that is short of pages."""
     scored = replace(SCORED, prompt_logprobs=None) if tiny is BART else SCORED
     answers = []
@@ -122,7 +122,7 @@ def test_a_step_is_settled_when_the_next_one_has_been_launched():
     assert finished(late, jobs[0]) == finished(at_once, jobs[1])
 
 
-def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
+def test_a_stop_found_late_costs_one_discarded_row_and_no_page():
     want = lone(STOPPED, OTHER)[0].output("")
     assert want.finish_reason == "stop"
     rows, cached = [], []
@@ -148,7 +148,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
     assert rows[1] == rows[0] + 1 and cached[0] == cached[1]
 
 
-def test_who_counts_tokens_does_not_wait_and_who_reads_them_does():
+def test_a_request_with_min_tokens_does_not_wait_and_one_with_a_penalty_does():
     made = engine(overlap=True, max_total_tokens=512)
     counts = replace(PARAMS, min_tokens=4)
     goes, waits = made.add(OTHER, counts), made.add(PROMPT[:9], PENALISED)
@@ -164,7 +164,7 @@ def test_who_counts_tokens_does_not_wait_and_who_reads_them_does():
 
 
 @pytest.mark.parametrize("at", range(1, 8))
-def test_an_abort_between_launch_and_settling_takes_nothing_from_others(at):
+def test_an_abort_between_launch_and_settling_changes_no_other_request(at):
     made = engine(overlap=True)
     jobs = [made.add(PROMPT, SCORED), made.add(OTHER, PARAMS)]
     for _ in range(at):
@@ -180,7 +180,7 @@ def test_an_abort_between_launch_and_settling_takes_nothing_from_others(at):
     assert interrupt.check_idle(made) == []
 
 
-def test_a_step_touches_nobody_who_had_ended_before_it():
+def test_a_step_returns_no_request_that_had_ended_before_it():
     """Their rows were launched before the end was known."""
     made = engine(overlap=True, max_total_tokens=512)
     stops, gone = made.add(OTHER, STOPPED), made.add(PROMPT[:7], replace(PARAMS, max_tokens=30))
@@ -195,7 +195,7 @@ def test_a_step_touches_nobody_who_had_ended_before_it():
 
 
 @pytest.mark.parametrize("options", [{}, {"speculative_algorithm": "ngram"}])
-def test_a_request_that_has_ended_waits_for_no_garbage_collector(options):
+def test_an_ended_request_is_freed_without_the_garbage_collector(options):
     made = engine(**options)
     gc.disable()
     try:
@@ -213,7 +213,7 @@ def test_a_request_that_has_ended_waits_for_no_garbage_collector(options):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["run", "sample", "settle", "write"])
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_a_step_that_fails_leaves_nothing_behind(monkeypatch, where, at, overlap):
+def test_a_failed_step_changes_no_answer_and_leaks_no_page(monkeypatch, where, at, overlap):
     made = engine(overlap=overlap, chunked_prefill_size=9)
     jobs = [made.add(PROMPT, SCORED), made.add(PROMPT[:13], STOPPED), made.add(OTHER, PENALISED)]
     owner, name = {
@@ -253,7 +253,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch, where, at, overlap
     [PARAMS, PENALISED, SCORED, STOPPED, replace(STOPPED, logprobs=None, n=3)],
     ids=["sampled", "penalised", "scored", "stopped", "three"],
 )
-def test_a_request_goes_on_with_the_bits_it_would_have_had(params):
+def test_a_continued_request_has_the_bits_of_an_uninterrupted_one(params):
     done, want = lone(params)
     tokens = [draft.token_ids for draft in done.completions]
     for overlap, kept in ((False, 1), (False, 4), (True, 4), (True, 99)):
@@ -263,7 +263,7 @@ def test_a_request_goes_on_with_the_bits_it_would_have_had(params):
         assert interrupt.check_idle(made) == []
 
 
-def test_a_source_is_encoded_again_for_a_request_that_goes_on():
+def test_a_source_is_encoded_again_for_a_continued_request():
     done, want = lone(PARAMS, tiny=BART)
     made = engine(BART)
     job = made.add(PROMPT, PARAMS, generated=[done.completions[0].token_ids[:3]])
@@ -302,7 +302,7 @@ def test_a_request_is_known_by_its_id():
     assert finished(made, again) == [lone(PARAMS)[1]]
 
 
-def test_a_request_without_an_id_gets_one_that_nobody_has():
+def test_a_request_without_an_id_gets_an_unused_one():
     """Also where a caller continues with an id that an earlier engine gave."""
     first = engine().add(PROMPT, PARAMS).request.spec.request_id
     made = engine()
@@ -315,7 +315,7 @@ def test_a_request_without_an_id_gets_one_that_nobody_has():
 # -- publishing ------------------------------------------------------------------------------------
 
 
-def test_text_is_made_without_a_lock_on_the_engine(monkeypatch):
+def test_text_is_detokenised_without_a_lock_on_the_engine(monkeypatch):
     made, inner, seen = engine(), CompletionState.publish, []
 
     def publish(self):
@@ -335,7 +335,7 @@ def test_text_is_made_without_a_lock_on_the_engine(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_text_that_nobody_reads_is_made_while_a_device_computes_or_not_at_all(overlap):
+def test_unread_text_is_detokenised_while_a_device_computes_or_not_at_all(overlap):
     """On 16 cores, a step of 64 requests spent a tenth of its time on text that had not been asked
     for yet."""
     made = engine(overlap=overlap)
@@ -348,7 +348,7 @@ def test_text_that_nobody_reads_is_made_while_a_device_computes_or_not_at_all(ov
 
 
 @pytest.mark.parametrize("before", [0, 4])
-def test_text_that_an_interrupt_left_half_made_is_made_again(before):
+def test_detokenisation_that_was_interrupted_starts_again(before):
     def struck():
         yield from OTHER[:2]
         raise KeyboardInterrupt
@@ -368,7 +368,7 @@ def test_text_that_an_interrupt_left_half_made_is_made_again(before):
     assert found[0] == found[1] and "".join(found[0])
 
 
-def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
+def test_a_finished_answer_has_its_text_even_before_it_is_published(monkeypatch):
     """Another thread may read it between settling and publishing."""
     made, want = engine(), lone(PARAMS)[1]
     monkeypatch.setattr(made, "_publish", lambda touched: touched)
@@ -379,7 +379,7 @@ def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
 
 
 @pytest.mark.parametrize("read", ["output", "news"])
-def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
+def test_a_reader_that_sees_the_end_of_an_answer_sees_all_of_its_text(monkeypatch, read):
     """The last steps run while another thread reads the answer."""
     made, (_, want) = engine(), lone(PARAMS)
     job = made.add(PROMPT, PARAMS)
@@ -401,7 +401,7 @@ def test_who_sees_an_end_sees_all_of_its_text(monkeypatch, read):
     assert interrupt.bits(job.output("")) == want
 
 
-def test_garbage_is_looked_for_again_after_an_interrupt_and_a_fork():
+def test_garbage_collection_is_enabled_again_after_an_interrupt_and_a_fork():
     GC_PAUSES.append(True)
     gc.disable()  # disabled by a thread that no longer exists
     try:
@@ -416,7 +416,7 @@ def test_garbage_is_looked_for_again_after_an_interrupt_and_a_fork():
         gc.enable()
 
 
-def test_garbage_is_looked_for_again_after_many_turns_of_two_threads():
+def test_garbage_collection_is_enabled_again_after_many_pauses_of_two_threads():
     def turns() -> None:
         end = time.monotonic() + 0.7
         while time.monotonic() < end:
@@ -438,7 +438,7 @@ def test_garbage_is_looked_for_again_after_many_turns_of_two_threads():
         GC_PAUSES.clear()
 
 
-def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
+def test_garbage_collection_is_enabled_again_whichever_thread_leaves_first(monkeypatch):
     disable, there, left = gc.disable, threading.Event(), threading.Event()
 
     def late() -> None:
@@ -465,7 +465,7 @@ def test_garbage_is_looked_for_again_whoever_leaves_first(monkeypatch):
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_garbage_waits_until_a_step_is_launched_or_has_failed(collects, monkeypatch):
+def test_garbage_collection_is_paused_until_a_step_is_launched_or_has_failed(collects, monkeypatch):
     """It waits while the device has nothing to do; where the caller has disabled collection, it
     stays so."""
     monkeypatch.setattr(gc, "isenabled", lambda: collects)

@@ -56,7 +56,7 @@ def parts(model: tiny.Tiny) -> Any:
 # ---- what a tape records ----
 
 
-def test_a_replay_repeats_operations_and_what_torch_does_into_the_same_memory():
+def test_a_replay_repeats_operations_and_torch_calls_into_the_same_memory():
     x, out = torch.ones(4), torch.zeros(4)
 
     @operation
@@ -79,7 +79,7 @@ def test_a_replay_repeats_operations_and_what_torch_does_into_the_same_memory():
     assert tape.replays == 1
 
 
-def test_a_launch_whose_shapes_depend_on_its_numbers_is_not_recorded():
+def test_a_launch_whose_shapes_depend_on_tensor_values_is_not_recorded():
     tape = Tape()
     with pytest.raises(RuleError, match=r"shapes of a recorded launch .* got aten.nonzero"):
         tape.record(lambda: torch.nonzero(torch.ones(3)))
@@ -87,7 +87,7 @@ def test_a_launch_whose_shapes_depend_on_its_numbers_is_not_recorded():
         tape.record(lambda: torch.ones(1).item())
 
 
-def test_an_operation_that_gives_another_shape_on_replay_is_refused_with_both():
+def test_an_operation_that_gives_another_shape_on_replay_is_refused_with_both_shapes():
     lengths = iter((3, 5))
     tape = Tape()
     tape.record(lambda: operation(lambda: torch.zeros(next(lengths)))())
@@ -109,7 +109,7 @@ def product(rows: int = 9, columns: int = 70, out: int = 500, seed: int = 0) -> 
     return x, lambda: act(linear(x, weight), Activation.SILU)
 
 
-def test_kernels_that_follow_one_another_are_replayed_as_one_call_into_memory_that_is_kept():
+def test_consecutive_kernels_are_replayed_as_one_call_into_memory_that_stays_allocated():
     x, launch = product()
     tape = Tape()
     tape.record(launch)
@@ -123,7 +123,7 @@ def test_kernels_that_follow_one_another_are_replayed_as_one_call_into_memory_th
     assert all(torch.isnan(other).all() for other in others)
 
 
-def test_what_is_no_kernel_between_two_is_repeated_in_its_place():
+def test_a_call_between_kernels_that_is_no_kernel_is_replayed_in_its_place():
     x, launch = product()
 
     @operation
@@ -144,7 +144,7 @@ def test_what_is_no_kernel_between_two_is_repeated_in_its_place():
     assert torch.equal(tape.replay(), longer())
 
 
-def test_tapes_work_in_shared_memory_and_keep_what_they_return():
+def test_tapes_share_working_memory_but_not_the_memory_of_their_outputs():
     room = threads.TapeMemory()
     (x, first), (_, second) = product(seed=1), product(seed=2)
     one, two = Tape(room), Tape(room)
@@ -158,7 +158,7 @@ def test_tapes_work_in_shared_memory_and_keep_what_they_return():
     assert torch.equal(one.replay(), first())
 
 
-def test_a_replay_that_is_told_of_a_row_that_is_not_there_is_refused_and_writes_nothing():
+def test_a_replay_with_a_slot_outside_the_pool_is_refused_and_writes_nothing():
     slots, storage = torch.tensor([2, 1], dtype=torch.int32), torch.zeros(4, 1, 16)
     tape = Tape()
     write = operation(kv_write)
@@ -173,7 +173,7 @@ def test_a_replay_that_is_told_of_a_row_that_is_not_there_is_refused_and_writes_
         kernel_rows.take(storage[:, 0], torch.tensor([0, 7], dtype=torch.int32))
 
 
-def test_a_forked_process_replays_what_was_recorded_with_helpers():
+def test_a_forked_process_replays_a_launch_recorded_with_helper_threads():
     with threads.limited(2):
         _, launch = product(200)
         tape = Tape()
@@ -189,7 +189,7 @@ def test_recording_loads_no_compiler_of_torch():
     assert Tape.__torch_dispatch__.__code__.co_filename == tape_module.__file__
 
 
-def test_an_interrupt_while_recording_leaves_no_recorder_behind():
+def test_an_interrupt_while_recording_leaves_no_recorder_active():
     def launch() -> None:
         raise KeyboardInterrupt
 
@@ -201,7 +201,7 @@ def test_an_interrupt_while_recording_leaves_no_recorder_behind():
         assert active_modes() == 0 and threads.OWN.tape is None
 
 
-def test_an_interrupt_leaves_no_address_of_memory_that_is_gone():
+def test_an_interrupt_leaves_no_address_of_freed_memory():
     code, strikes = threads.memory.__code__, 0
 
     def strike(frame: Any, event: str, _: Any) -> Any:
@@ -287,7 +287,7 @@ PADDED = {"bucket_sizes": SIZES, "request_bucket_sizes": (4, 16), "emit_bucket_s
 
 
 @pytest.mark.parametrize("model", KINDS, ids=lambda model: model.name)
-def test_an_engine_that_replays_has_the_bits_of_one_that_runs(model):
+def test_an_engine_that_replays_launches_has_the_bits_of_one_that_does_not(model):
     want = answers(engine(model), ARRIVALS)
     recorded = engine(model, graphs=True, **PADDED)
     assert answers(recorded, ARRIVALS) == want
@@ -298,7 +298,7 @@ def test_an_engine_that_replays_has_the_bits_of_one_that_runs(model):
 
 @pytest.mark.parametrize("model", KINDS, ids=lambda model: model.name)
 @pytest.mark.parametrize("late", [False, True])
-def test_steps_that_decode_are_replayed_unless_told_otherwise_with_the_bits_of_running(model, late):
+def test_decode_steps_are_replayed_by_default_with_the_bits_of_plain_launches(model, late):
     want = answers(engine(model, graphs=False), ARRIVALS)
     tight = {"chunked_prefill_size": 5, "max_total_tokens": 64}  # too tight for an encoder
     for options in ({}, tight)[: 1 + (model is not tiny.BART)]:
@@ -310,14 +310,14 @@ def test_steps_that_decode_are_replayed_unless_told_otherwise_with_the_bits_of_r
         assert usual.scheduler.counters["preempted"] or not options
 
 
-def test_a_step_that_decodes_is_one_call_of_compiled_code():
+def test_a_replayed_decode_step_is_one_call_of_compiled_code():
     usual = engine(tiny.QWEN3)
     answers(usual, [(0, 3), (0, 3)])
     tapes = list(usual.runner.tapes.values())
     assert tapes and all(len(tape._calls) == 1 for tape in tapes)
 
 
-def test_a_launch_is_replayed_with_as_many_threads_as_it_was_recorded_with():
+def test_a_launch_is_replayed_only_with_the_thread_count_it_was_recorded_with():
     usual, seen = engine(tiny.LLAMA, page_size=64), []
     job = usual.add(tiny.words(5), SamplingParams(max_tokens=60, ignore_eos=True))
     for most in (1, 1, 1, 1, 1, 1, 2, 2, 2, 1):
@@ -339,7 +339,7 @@ def test_inference_mode_around_some_steps_and_not_around_others_changes_no_bit(m
     assert len({signature.threads for signature in usual.runner.tapes}) == 2
 
 
-def test_a_model_that_asks_its_numbers_runs_as_before_unless_every_launch_is_to_be_recorded(
+def test_a_model_that_reads_tensor_values_runs_unrecorded_and_is_refused_if_graphs_are_required(
     monkeypatch,
 ):
     block = decoder.Block.__call__
@@ -355,7 +355,7 @@ def test_a_model_that_asks_its_numbers_runs_as_before_unless_every_launch_is_to_
         answers(engine(tiny.LLAMA, graphs=True), ARRIVALS)
 
 
-def test_launches_that_are_kept_are_few(monkeypatch):
+def test_the_number_of_recorded_launches_is_limited(monkeypatch):
     monkeypatch.setattr(runner_module, "TAPES", 2)
     usual = engine(tiny.LLAMA)
     want = answers(engine(tiny.LLAMA, graphs=False), ARRIVALS)
@@ -392,7 +392,7 @@ def copied(array: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(array.numpy().copy())
 
 
-def bound_anew(backend: cpu.Backend) -> cpu.Backend:
+def unrecorded(backend: cpu.Backend) -> cpu.Backend:
     """Withdraws the statement that a launch depends only on its bucket and the image, so that every
     launch is bound again."""
     backend.caps = replace(cpu.CAPS, graphs=False)
@@ -408,18 +408,18 @@ GROWING = [(0, 9), (3, 2), (5, 2)]
 @pytest.mark.parametrize(
     ("frozen", "arrivals"), [(FrozenLengths, ALONE), (FrozenPages, ARRIVALS), (FrozenPads, GROWING)]
 )
-def test_a_number_frozen_when_bound_is_right_in_its_step_and_stale_in_the_next(
+def test_a_number_copied_in_bind_is_right_in_its_step_and_stale_when_replayed(
     frozen, arrivals, monkeypatch
 ):
     monkeypatch.setattr(runner_module, "STEADY", {})
     want = answers(engine(tiny.LLAMA), arrivals)
-    assert answers(engine(tiny.LLAMA, bound_anew(frozen()), **PADDED), arrivals) == want
+    assert answers(engine(tiny.LLAMA, unrecorded(frozen()), **PADDED), arrivals) == want
     assert answers(engine(tiny.LLAMA, frozen(), **PADDED), arrivals) != want, "by default"
     recorded = engine(tiny.LLAMA, frozen(), graphs=True, **PADDED)
     assert answers(recorded, arrivals) != want
 
 
-def test_a_write_slot_that_is_frozen_at_the_launch_is_stale_when_replayed(monkeypatch):
+def test_a_write_slot_that_is_copied_at_the_launch_is_stale_when_replayed(monkeypatch):
     want = answers(engine(tiny.LLAMA), ARRIVALS)
     made = kv_pool.KvWriter.__init__
 
@@ -427,7 +427,7 @@ def test_a_write_slot_that_is_frozen_at_the_launch_is_stale_when_replayed(monkey
         made(self, pool, replace(views, write_slots=copied(views.write_slots)))
 
     monkeypatch.setattr(kv_pool.KvWriter, "__init__", frozen)
-    assert answers(engine(tiny.LLAMA, bound_anew(cpu.Backend()), **PADDED), ARRIVALS) == want
+    assert answers(engine(tiny.LLAMA, unrecorded(cpu.Backend()), **PADDED), ARRIVALS) == want
     recorded = engine(tiny.LLAMA, graphs=True, **PADDED)
     assert answers(recorded, ARRIVALS) != want
 
@@ -459,7 +459,7 @@ class Planned(cpu.Backend):
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_a_planner_may_keep_buffers_and_one_that_moves_them_is_not_replayed_from_old_ones(moving):
+def test_a_backend_may_keep_plan_buffers_and_a_moved_buffer_is_not_replayed_from(moving):
     want = answers(engine(tiny.LLAMA), ARRIVALS)
     assert answers(engine(tiny.LLAMA, Planned(moving), **PADDED), ARRIVALS) == want
     recorded = engine(tiny.LLAMA, Planned(moving), graphs=True, **PADDED)
@@ -474,7 +474,7 @@ def test_a_backend_that_does_not_state_graphs_is_not_recorded():
         Runner([DENSE], [4], backend, Ops(), graphs=True)
 
 
-def test_a_table_whose_calls_a_tape_would_miss_is_not_recorded():
+def test_an_operations_table_whose_calls_a_tape_would_miss_is_refused():
     with pytest.raises(RuleError, match="every operation of a recorded launch is marked; got pack"):
         Runner([DENSE], [4], cpu.Backend(), Ops(), graphs=True)
     assert Runner([DENSE], [4], cpu.Backend(), mark_operations(Ops()), graphs=True).graphs
@@ -485,7 +485,7 @@ def test_a_table_whose_calls_a_tape_would_miss_is_not_recorded():
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans(), st.integers(1, 4))
-def test_what_a_backend_derives_fits_what_it_stated_and_is_written_whole(lens, padded, heads):
+def test_arrays_a_backend_derives_have_the_stated_length_and_are_written_whole(lens, padded, heads):
     spec = replace(DENSE, heads=16 * heads, kv_heads=2 if heads < 4 else 1)
     pages = PagePool(128)
     tables = [PageTable(CacheGroups((spec,), (pages,))) for _ in lens]
@@ -524,7 +524,7 @@ def test_lowering_touches_no_cache_and_the_launch_moves_the_keys():
     assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_a_launch_that_may_run_twice_finds_its_keys_moved_and_moves_none():
+def test_keys_are_moved_before_a_launch_that_may_run_twice():
     caches, pools = [PagePool(8), PagePool(8)], [kv_pool.Pool(DENSE, 8, Ops()) for _ in range(2)]
     specs = (DENSE, DENSE)
     table = PageTable(CacheGroups(specs, caches))
@@ -543,7 +543,7 @@ def test_a_launch_that_may_run_twice_finds_its_keys_moved_and_moves_none():
         assert torch.equal(pool.keys(0).k[begins], pool.keys(0).k[ends])
 
 
-def test_rows_requests_and_emits_are_rounded_on_a_grid_each():
+def test_rows_requests_and_emits_are_each_rounded_up_to_their_own_grid():
     pages = PagePool(64)
     tables = [PageTable(CacheGroups((DENSE,), (pages,))) for _ in range(3)]
     for table in tables:
@@ -576,7 +576,7 @@ def test_options_that_contradict_each_other_are_refused(options, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_column_that_is_copied_into_many_is_left_to_torch():
+def test_a_broadcast_copy_is_left_to_torch():
     column, out = torch.ones(2, 1), torch.zeros(2, 3)
     tape = Tape()
     tape.record(lambda: out.copy_(column))
@@ -584,7 +584,7 @@ def test_a_column_that_is_copied_into_many_is_left_to_torch():
     assert tape.replay().tolist() == [[2.0] * 3, [3.0] * 3]
 
 
-def test_what_torch_refuses_to_join_or_what_is_empty_is_left_to_torch():
+def test_concatenations_of_mismatched_or_empty_tensors_are_left_to_torch():
     rows, more, none = torch.ones(2, 3), torch.ones(5, 3), torch.ones(2, 0)
     tape = Tape()
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
