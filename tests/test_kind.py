@@ -37,7 +37,7 @@ def run(kinds: list[StepKind]) -> list[StepOutput]:
     return out
 
 
-def test_a_model_has_the_kinds_that_it_has_layers_for():
+def test_a_model_has_the_kinds_of_step_that_it_has_layers_for():
     named = {tiny.name: list(kinds_of(loaded(tiny).model)) for tiny in (LLAMA, BART)}
     assert named == {"llama": [GENERATE, EMBED], "bart": [GENERATE, ENCODE]}
     model = loaded(LLAMA).model
@@ -49,7 +49,7 @@ def test_a_model_has_the_kinds_that_it_has_layers_for():
     assert {spec.page_size for spec in kinds[GENERATE].specs} == {4}
 
 
-def test_hidden_states_of_layers_come_back_beside_the_logits():
+def test_hidden_states_of_named_layers_are_returned_beside_the_logits():
     """The residual stream after a layer is what a model that ends with that layer has before its
     norm."""
     model = loaded(QWEN3).model
@@ -70,7 +70,7 @@ def test_hidden_states_of_layers_come_back_beside_the_logits():
         assert torch.equal(norm(stream), want.rows)
 
 
-def test_an_engine_may_hold_kinds_of_two_models():
+def test_one_engine_can_run_kinds_of_step_of_two_models():
     """A draft model's groups are further columns of the same tables; neither model changes the
     other."""
     main = kinds_of(loaded(QWEN3).model)[GENERATE]

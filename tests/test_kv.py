@@ -23,7 +23,7 @@ FULL = GroupSpec(
 WINDOW = replace(FULL, window=6, page_size=2)
 
 
-def test_pages_are_taken_all_or_none_and_the_sink_is_nobodys():
+def test_pages_are_taken_all_or_none_and_the_null_page_never():
     pool = PagePool(4)
     assert NULL_PAGE not in pool.take(3)
     with pytest.raises(OutOfPages, match="0 of 3 pages are free; got a request for 1"):
@@ -50,7 +50,7 @@ def test_a_reservation_that_fails_in_one_group_takes_nothing_from_any():
     assert [p.free for p in pools] == [63, 2]
 
 
-def test_a_table_needs_what_a_reservation_takes_and_none_for_an_encoder_that_was_not_named():
+def test_a_table_needs_the_pages_a_reservation_takes_and_none_for_an_unnamed_encoder():
     cross = replace(FULL, layout=Layout.CROSS, causal=False)
     pools = [PagePool(64) for _ in range(3)]
     table = PageTable(CacheGroups((FULL, WINDOW, cross), pools))
@@ -150,7 +150,7 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
-def test_accepted_nodes_move_from_scratch_to_their_places():
+def test_accepted_draft_nodes_move_from_scratch_pages_to_their_slots():
     pools = [PagePool(32), PagePool(32)]
     table = PageTable(CacheGroups((FULL, WINDOW), pools))
     table.reserve(9, nodes=5)
@@ -204,7 +204,7 @@ def test_fp8_is_clamped_divided_by_its_scale_and_read_back_exactly():
     assert not torch.equal(k[4].view(torch.uint8), v[4].view(torch.uint8))
 
 
-def test_moves_gather_all_and_then_scatter_all():
+def test_moves_read_every_row_before_any_is_written():
     pool = Pool(FULL, 4, Ops())
     k = torch.randn(3, 2, 8)
     pool.write(0, torch.tensor([4, 5, 6]), k, k)

@@ -127,7 +127,7 @@ def line_of(text: str, source: str = TOY) -> int:
     return source[: source.index(text)].count("\n") + 1
 
 
-def test_a_draw_is_a_function_of_its_seed_and_names_every_line_once():
+def test_a_draw_of_mutants_is_a_function_of_its_seed_and_has_one_per_line():
     first, again, other = (draw.draw(["plan.bucket"], ROOT, seed, 6) for seed in (3, 3, 4))
     assert first == again and [m.id for m in first] != [m.id for m in other]
     assert len({(m.file, m.line) for m in first}) == 6 == len({m.id for m in first})
@@ -151,13 +151,13 @@ def test_an_edit_elsewhere_leaves_a_drawn_mutant_in_the_draw(toy: Path, tmp_path
     assert len(before) == 3 and len({m.id for m in before} & {m.id for m in after}) >= 2
 
 
-def test_annotations_are_no_place_for_a_mutant(toy: Path):
+def test_annotations_are_not_mutated(toy: Path):
     lines = [p.line for p in draw.places("lockstep/toy.py", TOY)]
     assert line_of("def clip") not in lines
     assert line_of("START:") in lines, "its value is one"
 
 
-def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
+def test_the_id_of_a_mutant_stays_when_lines_above_it_change(toy: Path):
     moved = TOY.replace('"""A toy."""', '"""A toy.\n\nWith more to say.\n"""')
     (place,) = (
         p for p in draw.places("toy.py", moved) if p.operator == "ReplaceComparisonOperator_Gt_GtE"
@@ -185,7 +185,7 @@ def test_no_two_mutants_change_the_same_line_and_all_can_share_a_tree(tmp_path: 
     assert sorted(line for _, line in whole.changed) == [1, 2, 3, 4]
 
 
-def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached: campaign.Reach):
+def test_coverage_names_the_tests_that_reach_a_line_but_no_failing_ones(reached: campaign.Reach):
     assert {name: u.outcome for name, u in reached.units.items() if u.outcome != "passed"} == {
         "test_red": "failed"
     }
@@ -198,7 +198,7 @@ def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached
         )
 
 
-def test_a_map_is_kept_until_a_file_that_was_reached_changes(
+def test_a_coverage_map_is_kept_until_a_file_that_it_reached_changes(
     toy: Path, crew: pool.Crew, tmp_path: Path
 ):
     asked, sources = {"toy": ["tests/test_toy.py"]}, pool.digests(toy)
@@ -220,7 +220,7 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(
         assert len(found.units) == 5 and len(measured) == times
 
 
-def test_a_stale_map_forgets_the_lines_of_files_that_changed_and_keeps_who_reaches_them(
+def test_a_stale_coverage_map_drops_the_lines_of_changed_files_but_keeps_their_tests(
     toy: Path, reached: campaign.Reach, tmp_path: Path
 ):
     asked = ["tests/test_toy.py"]
@@ -239,7 +239,7 @@ def test_a_stale_map_forgets_the_lines_of_files_that_changed_and_keeps_who_reach
     )
 
 
-def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_not_see(
+def test_mutants_are_killed_hang_or_survive_and_kills_that_coverage_missed_are_found(
     toy: Path,
     crew: pool.Crew,
     reached: campaign.Reach,
@@ -273,7 +273,7 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     )
 
 
-def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path, tmp_path: Path):
+def test_an_error_ends_the_running_jobs_and_their_results_are_unknown(toy: Path, tmp_path: Path):
     """What a job had reported when the user ended the run used to be taken for its whole report."""
     crew, begun = pool.Crew(toy, tmp_path, 2, warm=()), threading.Event()
     ended = list[str]()
@@ -294,7 +294,7 @@ def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path
     assert ended == ["the run was ended: what this job came to is not known"]
 
 
-def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
+def test_a_kill_by_a_test_that_fails_anyway_does_not_count(
     toy: Path, crew: pool.Crew, reached: campaign.Reach, tmp_path: Path
 ):
     units = campaign.Reach({u.name: u for u in reached.units.values()})
@@ -307,12 +307,10 @@ def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
     assert play.survivors() == [doubled]
 
 
-def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_nothing_lives(
-    tmp_path: Path,
-):
+def test_a_mutant_of_the_engine_is_killed_by_its_test_and_a_neutral_one_survives(tmp_path: Path):
     file, name = (
         "lockstep/kv/tables.py",
-        "tests/test_kv.py::test_pages_are_taken_all_or_none_and_the_sink_is_nobodys",
+        "tests/test_kv.py::test_pages_are_taken_all_or_none_and_the_null_page_never",
     )
     text = (ROOT / file).read_text()
     killed = mutant(ROOT, "NumberReplacer", line_of("self._free = list(range(", text), file, nth=1)
@@ -336,12 +334,12 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
     assert (ROOT / file).read_text() == text
 
 
-def test_the_cells_that_compile_every_kernel_are_there():
+def test_the_cells_that_compile_every_kernel_exist():
     every = {str(cell) for cell in cells.cells(["cpu"])}
     assert {f"cpu/{cell}" for cell in campaign.WARM_CELLS} <= every
 
 
-def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
+def test_kill_shares_are_by_module_and_leave_out_mutants_that_cannot_be_killed():
     judged = ("killed", "killed", "killed", "open", "neutral", "equivalent")
     rows = [{"module": "plan", "verdict": v} for v in judged] + [
         {"module": "kv", "verdict": "equivalent"}
@@ -368,7 +366,7 @@ def test_a_verdict_needs_a_judgement_and_a_reason(value: object, hint: str, tmp_
         campaign.read_verdicts(tmp_path / "v.json")
 
 
-def test_the_command_lists_diffs_and_names_what_it_does_not_know(
+def test_lab_mutate_lists_diffs_and_names_an_unknown_module_or_mutant(
     capsys: pytest.CaptureFixture[str],
 ):
     assert cli.main(["lab", "mutate", "kv.tables", "--count", "2", "--seed", "5", "--list"]) == 0

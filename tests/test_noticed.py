@@ -62,7 +62,7 @@ def plan_of(*lens: tuple[int, int], parents: tuple[int, ...] | None = None) -> S
 # ---- values ----
 
 
-def test_values_are_frozen():
+def test_dataclasses_of_the_engine_are_frozen():
     found = []
     for path in sorted(Path(lockstep.__file__).parent.rglob("*.py")):
         if not {"lab", "bench"} & set(path.parts):
@@ -76,7 +76,7 @@ def test_values_are_frozen():
 @pytest.mark.parametrize(
     "kind", [Completion, Launched, Output, PagedGroup, Parts, PlanArrays, StepPlan, Subject]
 )
-def test_what_holds_tensors_is_equal_to_itself_alone(kind):
+def test_dataclasses_with_tensors_compare_and_hash_by_identity(kind):
     assert kind.__eq__ is object.__eq__
     assert kind.__hash__ is object.__hash__
 
@@ -84,20 +84,20 @@ def test_what_holds_tensors_is_equal_to_itself_alone(kind):
 # ---- plans ----
 
 
-def test_a_lone_decoding_row_keeps_its_width_and_a_lone_prompt_has_none():
+def test_a_lone_decode_row_keeps_its_width_and_a_lone_prompt_has_none():
     buckets = Buckets((1, 2, 4, 8))
     alone, prompt = buckets.fit(plan_of((5, 1))), buckets.fit(plan_of((0, 3)))
     assert (alone.width, alone.requests, alone.tokens) == (1, 1, 1)
     assert (prompt.width, prompt.requests, prompt.tokens) == (0, 2, 4)
 
 
-def test_a_power_of_two_is_its_own():
+def test_the_next_power_of_2_of_a_power_of_2_is_itself():
     assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 1024, 1025)] == [
         *(0, 1, 2, 4, 4, 8, 8, 16, 1024, 2048)
     ]
 
 
-def test_a_list_that_ends_elsewhere_is_told_with_its_own_slot():
+def test_a_tail_list_that_ends_at_another_slot_is_refused_with_both_slots():
     plan = plan_of((6, 3), (9, 1), parents=(-1, 0, 0))
     (group,) = plan.groups
     check(plan, (POOL,))
@@ -109,14 +109,14 @@ def test_a_list_that_ends_elsewhere_is_told_with_its_own_slot():
     assert f"{slots[2]} where {slots[0]} belongs" in refused.value.got
 
 
-def test_the_most_blocks_of_a_bucket_are_reached_and_not_exceeded():
+def test_the_greatest_block_count_of_a_bucket_is_reached_and_not_exceeded():
     size = block_rows(FULL)
     for requests, more in ((1, 0), (3, 0), (2, size - 1), (2, size), (3, 2 * size - 1)):
         plan = plan_of(*((1, 1) for _ in range(requests - 1)), (0, 1 + more))
         assert len(blocks(plan, size)) == most_blocks(FULL, plan.bucket)
 
 
-def test_a_block_has_a_row_whatever_the_group():
+def test_a_block_has_at_least_one_row_in_any_group():
     assert block_rows(replace(FULL, heads=4096, kv_heads=1)) == 1
 
 
@@ -129,13 +129,13 @@ def test_a_pool_of_the_null_page_alone_is_refused():
     assert PagePool(2).free == 1
 
 
-def test_nothing_is_shared_of_pages_that_begin_at_the_length():
+def test_a_page_that_begins_at_the_shared_length_is_not_shared():
     single = replace(FULL, page_size=1)
     assert shared_pages(single, [7, 8], 3, 3) == []
     assert shared_pages(single, [7, 8], 3, 4) == [7]
 
 
-def test_a_block_that_the_window_has_just_left_is_not_made_younger():
+def test_a_match_does_not_mark_a_block_that_its_window_has_left_as_recently_used():
     specs = (FULL, replace(FULL, window=5))
     pools = [PagePool(40), PagePool(40)]
     tree = Prefix(CacheGroups(specs, pools))
@@ -167,7 +167,7 @@ def test_the_reference_serves_heads_up_to_a_million_columns():
     assert beyond is not None and beyond.endswith(f"up to {1 << 20}")
 
 
-def test_a_backend_that_cannot_be_loaded_is_passed_over_and_named(monkeypatch):
+def test_a_backend_that_cannot_be_loaded_is_skipped_and_named(monkeypatch):
     found, group = plugins.entry_points, select.BACKENDS.group
     broken = EntryPoint("broken", "no_such_package.backend:Backend", group)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [*found(group=group), broken])
@@ -187,7 +187,7 @@ class Half:
 
 
 @pytest.mark.parametrize("found", [select.BACKENDS, DEVICES], ids=lambda found: found.kind)
-def test_one_that_lacks_something_is_refused_with_its_name(found, monkeypatch):
+def test_a_backend_or_device_that_lacks_a_member_is_refused_with_its_name(found, monkeypatch):
     half = EntryPoint("half", f"{__name__}:Half", found.group)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [half])
     missing = {"backend": "caps, derived_len, lower,", "device": "dtype, device, machine, gemm_"}
@@ -199,7 +199,7 @@ def test_one_that_lacks_something_is_refused_with_its_name(found, monkeypatch):
 # ---- the certificate ----
 
 
-class WrongAmongChunks:
+class WrongInMixedSteps:
     """The CPU backend without trees, wrong in the last bits where a chunk is in a step with at
     least three single rows: only in mixed steps."""
 
@@ -223,10 +223,10 @@ class WrongAmongChunks:
         return (out + 2.0**-20 if self.wrong else out), lse
 
 
-def test_a_backend_without_trees_is_tried_in_every_other_kind_of_step():
+def test_a_backend_without_trees_is_certified_in_every_other_kind_of_step():
     model, info = tiny.loaded(tiny.LLAMA)
     with pytest.raises(NotCertified, match=r"rows \(mixed\)"):
-        certify(model, WrongAmongChunks(), info, EngineConfig(chunked_prefill_size=64))
+        certify(model, WrongInMixedSteps(), info, EngineConfig(chunked_prefill_size=64))
 
 
 def wrong_at(rows: int) -> Ops:
@@ -255,7 +255,7 @@ def bart() -> Loaded:
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-def test_an_encoder_is_tried_with_every_count_of_rows_up_to_the_last(rows, one_thread):
+def test_an_encoder_is_certified_with_every_row_count_up_to_the_largest(rows, one_thread):
     model, info = bart()
     block = model.encoder.blocks[0]
     wrong = replace(block, mlp=replace(block.mlp, up=replace(block.mlp.up, ops=wrong_at(rows))))
@@ -270,7 +270,7 @@ def test_an_encoder_is_tried_with_every_count_of_rows_up_to_the_last(rows, one_t
     [(bart, "41f35d51e58c11c9"), (lambda: tiny.loaded(tiny.LLAMA), "f2afafc1bb9a2ea9")],
     ids=["bart", "llama"],
 )
-def test_the_rows_of_a_certificate_are_those_that_they_were(loaded, digest, one_thread):
+def test_the_rows_of_a_certificate_keep_their_recorded_digest(loaded, digest, one_thread):
     parts = prepare(loaded(), None, EngineConfig(chunked_prefill_size=128))
     assert parts.certificate == digest
 
@@ -278,7 +278,7 @@ def test_the_rows_of_a_certificate_are_those_that_they_were(loaded, digest, one_
 # ---- sampling ----
 
 
-def test_one_best_token_is_the_best_whatever_the_noise():
+def test_top_k_1_chooses_the_best_token_whatever_the_noise():
     logits = torch.linspace(0, 1, 50)[torch.randperm(50, generator=torch.manual_seed(3))]
     rows = [Row(SamplingParams(temperature=1, top_k=1, seed=seed), 4) for seed in range(20)]
     for row in rows:
@@ -291,7 +291,7 @@ def test_one_best_token_is_the_best_whatever_the_noise():
     [({}, False), ({"top_k": 1}, True), ({"top_k": 2}, True), ({"top_p": 0.9}, True)],
     ids=str,
 )
-def test_a_device_is_told_whether_tokens_are_cut_away(params, cuts):
+def test_the_sampling_operation_is_passed_whether_tokens_are_cut(params, cuts):
     """A kernel that is passed cuts=False looks for no tokens to cut."""
     told = []
 
@@ -309,7 +309,7 @@ def test_a_device_is_told_whether_tokens_are_cut_away(params, cuts):
 # ---- requests ----
 
 
-class Impatient(Request):
+class BoundedRequest(Request):
     """Fails after 50 calls of `emits`, so that an endless loop ends."""
 
     asked = 0
@@ -320,13 +320,13 @@ class Impatient(Request):
         return super().emits(new_len)
 
 
-def test_a_step_emits_at_most_what_it_has_room_for():
-    request = Impatient(RequestSpec((1, 2, 3, 4), 8, n=3), 0)
+def test_a_request_gets_no_more_rows_than_the_step_may_emit():
+    request = BoundedRequest(RequestSpec((1, 2, 3, 4), 8, n=3), 0)
     assert request.fitting_len(10, 3) == 4
     assert request.fitting_len(10, 2) == 3, "its last row would emit three"
-    scored = Impatient(RequestSpec((1, 2, 3, 4), 8, wants_prompt_logprobs=True), 0)
+    scored = BoundedRequest(RequestSpec((1, 2, 3, 4), 8, wants_prompt_logprobs=True), 0)
     assert [scored.fitting_len(10, emits) for emits in range(5)] == [0, 1, 2, 3, 4]
-    decoding = Impatient(RequestSpec((1, 2), 8), 0, first=(3,))
+    decoding = BoundedRequest(RequestSpec((1, 2), 8), 0, first=(3,))
     decoding.cached_len = 2
     assert [decoding.fitting_len(10, emits) for emits in (0, 1)] == [0, 1]
 
@@ -383,7 +383,7 @@ def test_embeddings_are_computed_in_order_of_arrival():
     assert [lens for _, lens in steps_of(engine)] == [[1, 2], [3]]
 
 
-def test_a_block_is_shared_as_soon_as_it_is_whole():
+def test_a_block_of_a_running_request_is_shared_as_soon_as_it_is_full():
     engine = tiny_engine.engine(page_size=4, max_total_tokens=400)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     first = engine.add(PROMPT[:2], params)
@@ -396,7 +396,7 @@ def test_a_block_is_shared_as_soon_as_it_is_whole():
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_answer_that_goes_on_has_the_scores_of_its_prompt(n):
+def test_a_request_continued_with_generated_tokens_has_its_prompt_scores(n):
     params = SamplingParams(max_tokens=8, seed=4, n=n, logprobs=True, prompt_logprobs=1)
     engine = tiny_engine.engine(max_total_tokens=400, disable_radix_cache=True)
     want = run_alone(engine, replace(params, ignore_eos=True))
@@ -411,13 +411,13 @@ def test_an_answer_that_goes_on_has_the_scores_of_its_prompt(n):
 # ---- prompts ----
 
 
-def test_the_first_id_outside_the_vocabulary_is_the_one_that_is_named():
+def test_the_error_names_the_first_id_outside_the_vocabulary():
     with pytest.raises(RuleError) as refused:
         prompts.token_ids([5, 99, 100], 10)
     assert "99" in refused.value.got
 
 
-def test_as_many_as_may_be_are_taken_and_one_more_is_refused(monkeypatch):
+def test_a_list_of_the_greatest_length_is_accepted_and_one_more_element_refused(monkeypatch):
     monkeypatch.setattr(prompts, "MOST", 3)
     assert prompts.elements([1, 2, 3], "") == [1, 2, 3]
     with pytest.raises(RuleError, match="at most 3 of them"):

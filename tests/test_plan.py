@@ -70,7 +70,7 @@ def image_of(plan: StepPlan) -> tuple[ImageLayout, np.ndarray]:
     return layout, image
 
 
-def test_a_mixed_batch_is_lengths_and_nothing_else():
+def test_a_mixed_batch_is_described_by_lengths_alone():
     b = Batch(FULL)
     plan = b.build(b.work(0, 5), b.work(7, 1), b.work(3, 2))
     assert plan.q_indptr.tolist() == [0, 5, 6, 8]
@@ -109,7 +109,7 @@ def test_an_empty_batch_is_legal_and_can_be_padded():
     assert padded.q_indptr.tolist() == [0, 1, 2]
 
 
-def test_tree_rows_name_their_path_and_stand_at_their_depth():
+def test_tree_rows_list_the_slots_of_their_path_and_have_the_position_of_their_depth():
     b = Batch(FULL)
     plan = b.build(b.work(6, 4, parents=(-1, 0, 0, 1)))
     b.check(plan)
@@ -125,7 +125,7 @@ def test_tree_rows_name_their_path_and_stand_at_their_depth():
     assert len(set(own)) == 4
 
 
-def test_a_draft_step_computes_the_last_nodes_and_names_the_earlier_ones():
+def test_a_draft_step_computes_the_last_nodes_and_lists_the_earlier_ones():
     b = Batch(FULL)
     table = b.table()
     first = b.build(b.work(5, 2, table, parents=(-1, -1)))
@@ -144,12 +144,12 @@ def test_a_parent_that_does_not_come_before_its_node_is_refused(parents):
 
 
 @pytest.mark.parametrize("new_len", [0, 3])
-def test_a_tree_step_without_a_node_of_its_own_is_refused(new_len):
+def test_a_tree_step_with_no_row_or_with_more_rows_than_nodes_is_refused(new_len):
     with pytest.raises(RuleError, match=f"got {new_len} rows of 2 nodes"):
         paths((-1, 0), new_len)
 
 
-def test_cross_is_written_by_the_encoder_and_only_read_by_the_decoder():
+def test_cross_attention_keys_are_written_by_the_encoder_and_only_read_by_the_decoder():
     encoder = Batch(replace(FULL, layout=Layout.FRESH, causal=False), CROSS)
     table = encoder.table()
     plan = encoder.build(encoder.work(0, 9, table, cross_len=9, cross_new=9))
@@ -162,7 +162,7 @@ def test_cross_is_written_by_the_encoder_and_only_read_by_the_decoder():
     assert group(plan, 1).kv_lens.tolist() == [9]
 
 
-def test_a_window_group_may_drop_what_no_row_sees():
+def test_a_window_group_may_drop_keys_that_no_row_sees():
     b = Batch(FULL, WINDOW)
     table = b.table()
     table.reserve(20)
@@ -173,7 +173,7 @@ def test_a_window_group_may_drop_what_no_row_sees():
     assert group(plan, 0).first_pos.tolist() == [0]
 
 
-def test_padding_appends_and_changes_nothing_real():
+def test_padding_appends_rows_and_changes_no_real_row():
     b = Batch(FULL, WINDOW)
     plan = b.build(b.work(0, 3), b.work(9, 1), b.work(2, 4, parents=(-1, 0, 0, 2)))
     padded = pad(plan, Buckets((1, 2, 4, 8, 16)).fit(plan))
@@ -233,7 +233,7 @@ def broken(plan: StepPlan, **fields: object) -> StepPlan:
     return replace(plan, groups=(replace(plan.groups[0], **fields), *plan.groups[1:]))
 
 
-def test_check_refuses_what_must_not_run():
+def test_check_refuses_a_plan_with_wrong_pages_lengths_or_slots():
     b = Batch(FULL)
     plan = b.build(b.work(6, 2), b.work(9, 3))
     g = group(plan)
@@ -266,7 +266,7 @@ def moved(array: np.ndarray, **entries: int) -> np.ndarray:
     return ints(other)
 
 
-def test_every_rule_is_found_broken_by_name():
+def test_check_names_the_rule_that_a_plan_breaks():
     b = Batch(WINDOW)
     plain = b.build(b.work(6, 2), b.work(9, 3))
     tree = b.build(b.work(6, 3, parents=(-1, 0, 0)), b.work(9, 1))
@@ -359,7 +359,7 @@ def test_a_first_token_has_one_key():
             b.check(broken(plan, kv_lens=moved(group(plan).kv_lens, **{f"at{at}": wrong})))
 
 
-def test_a_window_group_must_still_hold_what_its_rows_see():
+def test_a_window_group_that_dropped_a_visible_key_is_refused():
     b = Batch(WINDOW)
     plan = b.build(b.work(8, 2))  # row 8 sees 3..8, so pages up to position 2 may be gone
     assert group(plan).first_pos.tolist() == [2]

@@ -341,7 +341,7 @@ def test_equal_hashes_are_not_equal_tokens():
     assert w.open([colliding] * 5).cached == 0
 
 
-def test_every_tombstone_starts_the_count_again():
+def test_a_tombstone_restarts_the_count_of_keys_that_a_window_needs():
     w = World((LATENT, window(5, 2)), (20, 20))
     w.close(w.run(ids(11)))
     for end in (4, 8):
@@ -366,7 +366,7 @@ def test_nothing_that_a_running_step_reads_is_evicted():
 
 
 @pytest.mark.parametrize("length", range(4, 14))
-def test_whole_pages_go_and_only_when_no_row_sees_them(length):
+def test_whole_pages_are_evicted_and_only_when_no_row_sees_them(length):
     w = World((FULL, window(6, 4)), (12, 12))
     r = w.run(ids(length))
     w.tree.evict(1, 100)
@@ -392,7 +392,7 @@ def test_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
     assert w.open(ids(9)).cached == 8
 
 
-def test_what_is_lost_in_part_is_adopted_in_part():
+def test_a_partly_evicted_node_adopts_only_the_pages_it_lacks():
     w = World((FULL, window(6, 2)), (20, 20))
     w.run(ids(9))
     w.tree._drop_pages(w.node(*ids(8)), 1, 1)
@@ -406,7 +406,7 @@ def test_what_is_lost_in_part_is_adopted_in_part():
     w.verify()
 
 
-def test_no_leaf_is_left_that_cannot_be_matched():
+def test_a_leaf_that_cannot_be_matched_is_removed():
     w = World((FULL, window(3, 2)), (20, 40))
     r = w.open(ids(8))
     w.write(r, 4)
@@ -420,7 +420,7 @@ def test_no_leaf_is_left_that_cannot_be_matched():
     assert [p.free for p in w.pools] == [19, 39]
 
 
-def test_an_unfinished_request_labels_only_what_it_still_has():
+def test_an_unfinished_request_inserts_only_the_pages_it_still_has():
     w = World((FULL, window(3, 1)), (20, 40))
     r = w.open(ids(30))
     for chunk in (3, 3, 3, 2, 4, 7):
@@ -430,7 +430,7 @@ def test_an_unfinished_request_labels_only_what_it_still_has():
     assert w.open(ids(30)).cached == 20
 
 
-def test_a_request_and_the_tree_do_not_share_a_list():
+def test_a_request_and_the_tree_do_not_share_a_list_of_pages():
     w = World((FULL,), (20,))
     w.close(w.run(ids(9)))
     r = w.open(ids(30))
@@ -441,7 +441,7 @@ def test_a_request_and_the_tree_do_not_share_a_list():
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_one_length_for_all_windows(lost):
+def test_a_match_has_one_length_for_all_window_groups(lost):
     w = World((LATENT, window(3, 2), window(7, 2)), (20, 20, 20))
     w.close(w.run(ids(13)))
     w.tree._drop_pages(w.node(*ids(8)), lost, 1)
@@ -494,7 +494,7 @@ ROOTS = [
 ]
 
 
-def test_whatever_keys_depend_on_is_part_of_the_key():
+def test_everything_that_cached_rows_depend_on_is_part_of_the_tree_key():
     w = World((FULL,), (80,))
     for root in ROOTS:
         assert w.open(ids(10), root).cached == 0
@@ -503,7 +503,7 @@ def test_whatever_keys_depend_on_is_part_of_the_key():
     assert [w.open(ids(10), root).cached for root in ROOTS] == [8] * len(ROOTS)
 
 
-def test_ids_of_the_encoder_and_of_the_prompt_do_not_run_into_each_other():
+def test_ids_of_the_encoder_and_of_the_prompt_are_separate_in_the_tree_key():
     w = World((FULL,), (80,))
     w.run([3, 4, 5, 6, 7], Root("", (1, 2)))
     assert w.open([2, 3, 4, 5, 6, 7], Root("", (1,))).cached == 0
@@ -520,7 +520,7 @@ def test_a_drafts_last_key_depends_on_the_next_token():
     w.verify()
 
 
-def test_a_drafts_block_waits_for_the_token_behind_it():
+def test_a_drafts_block_is_inserted_only_when_the_token_after_it_is_known():
     """Without that token in its key nobody would find it, nor what comes below it."""
     w = World((FULL,), (20,))
     root = Root(draft=True)
@@ -534,7 +534,7 @@ def test_a_drafts_block_waits_for_the_token_behind_it():
     assert w.open(r.ids, root).cached == 12
 
 
-def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
+def test_a_hit_with_a_window_lists_no_page_that_was_not_written():
     w = World((FULL, window(6, 2)), (20, 40))
     w.close(w.run(ids(30)))
     w.tree._drop_pages(w.node(*ids(8)), 1, 2)
@@ -549,7 +549,7 @@ def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
     plan_check.check(plan, (20, 40))
 
 
-def test_the_least_recently_used_goes_first_and_what_is_held_never():
+def test_the_least_recently_used_block_is_evicted_first_and_a_held_block_never():
     w = World((FULL,), (10,))
     first, second, held = ids(4, 10), ids(4, 20), w.run(ids(4, 30))
     for text in (first, second):
@@ -585,7 +585,7 @@ def test_keys_that_are_still_to_be_moved_are_not_cached():
         w.tree.insert(child.at, child.ids, child.table, child.cached)
 
 
-def test_check_finds_a_lost_hold():
+def test_check_finds_a_hold_without_a_holder():
     w = World((FULL,), (20,))
     r = w.run(ids(9))
     with pytest.raises(RuleError, match="every hold has a holder"):
