@@ -69,7 +69,7 @@ def spikes(n: int, at: int, d: int = 16) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cached", [0, 20])
 @pytest.mark.parametrize(("back", "seen"), [(0, True), (6, True), (7, False), (8, False)])
-def test_a_window_of_7_sees_itself_and_6_keys_before_it(backend, cached, back, seen):
+def test_a_row_with_a_window_of_7_sees_its_own_key_and_6_before_it(backend, cached, back, seen):
     n = 25
     out, _ = attend(backend, replace(DENSE, window=7), *spikes(n, n - 1 - back), cached)
     assert out[0, 0, 0].item() == pytest.approx(1.0 if seen else 0.0, abs=1e-6)
@@ -77,7 +77,7 @@ def test_a_window_of_7_sees_itself_and_6_keys_before_it(backend, cached, back, s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_a_row_counts_the_keys_it_sees_from_the_first_one_on(backend, window):
+def test_a_row_sums_every_key_of_its_visible_range_and_no_other(backend, window):
     n = 12
     k, v = torch.randn(n, 1, 16), torch.ones(n, 1, 16)
     out, lse = attend(backend, replace(DENSE, window=window), torch.zeros(n, 2, 16), k, v)
@@ -107,7 +107,7 @@ def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_window_of_1_sees_only_itself(backend):
+def test_a_row_with_a_window_of_1_sees_only_its_own_key(backend):
     q, k, v = spikes(9, 8)
     out, lse = attend(backend, replace(DENSE, window=1), q, k, v)
     assert out[0, 0, 0].item() == 1.0
@@ -190,14 +190,14 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
     assert lse[0].tolist() == (list(sinks) if sinks else [-math.inf] * 2)
 
 
-def test_no_backend_is_asked_for_by_a_name_that_does_not_exist():
+def test_an_unknown_backend_name_is_refused_with_a_suggestion():
     with pytest.raises(
         RuleError, match=r"a backend is one of cpu, .*reference; got 'cpuu'. Did you mean cpu\?$"
     ):
         select.load("cpuu")
 
 
-def test_the_default_is_the_first_that_can_do_everything_and_says_why():
+def test_the_default_backend_is_the_first_that_supports_every_group_and_gives_the_reason():
     _, choice = select.select(None, [DENSE], "cpu")
     assert choice.name == "cpu"
     assert choice.reason.startswith("the first that can do all 1 groups on cpu")
@@ -205,7 +205,7 @@ def test_the_default_is_the_first_that_can_do_everything_and_says_why():
     assert choice.reason.startswith("the first")
 
 
-def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
+def test_a_backend_that_promises_no_bits_is_chosen_only_by_name():
     wide = replace(DENSE, d_qk=600, d_v=600)
     with pytest.raises(
         Refused,
@@ -224,7 +224,7 @@ def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
         ({"d_qk": 640, "d_v": 8}, "head size 640 is not"),
     ],
 )
-def test_a_backend_that_cannot_do_what_the_model_needs_is_refused_before_anything_runs(
+def test_a_backend_without_a_capability_that_the_model_needs_is_refused_before_anything_runs(
     change, match
 ):
     with pytest.raises(Refused, match=match):
@@ -233,7 +233,7 @@ def test_a_backend_that_cannot_do_what_the_model_needs_is_refused_before_anythin
         select.select("cpu", [DENSE], "cuda")
 
 
-def test_every_capability_is_asked_about():
+def test_every_capability_that_a_group_needs_is_checked():
     able = Caps(
         devices=frozenset({"cpu"}),
         activation_dtypes=frozenset({"float32"}),
@@ -279,7 +279,7 @@ def test_every_capability_is_asked_about():
     assert select.refusal(able, replace(DENSE, page_size=16), "cpu", tails=True) is None
 
 
-def test_what_a_backend_does_not_state_it_cannot_do():
+def test_a_capability_that_a_backend_does_not_state_counts_as_missing():
     nothing, whole = Caps(), replace(DENSE, page_size=16)
     assert (nothing.order, nothing.invariances) == ("none", frozenset())
     assert select.refusal(nothing, whole, "cpu") == "head size 16 is not a multiple of 1 up to 0"
@@ -305,7 +305,7 @@ def test_queries_of_the_wrong_shape_or_type_are_refused(q):
         attend("cpu", DENSE, q, torch.zeros(1, 1, 16), torch.zeros(1, 1, 16))
 
 
-def test_the_reference_answers_in_the_type_of_its_activations():
+def test_the_reference_backend_returns_outputs_in_the_dtype_of_its_activations():
     """The output used to be float32, which a model with narrower activations cannot take."""
     q, k, v = torch.randn(3, 2, 16), torch.randn(3, 1, 16), torch.randn(3, 1, 16)
     exact, _ = attend("reference", DENSE, q.bfloat16().float(), k, v)
@@ -319,7 +319,7 @@ def test_the_cpu_backend_promises_every_invariance_and_the_reference_none():
     assert select.load("reference").caps.invariances == frozenset()
 
 
-def test_visible_is_the_window_and_nothing_before_position_0():
+def test_visible_ranges_are_the_window_clipped_at_position_0():
     spec = replace(DENSE, window=3)
     table = PageTable(CacheGroups((spec,), (PagePool(16),)))
     table.reserve(6)
@@ -330,7 +330,7 @@ def test_visible_is_the_window_and_nothing_before_position_0():
     assert lo.dtype == hi.dtype == np.int32
 
 
-def test_one_host_product_per_constant():
+def test_each_score_constant_is_one_product_computed_on_the_host():
     pre, c = score_constants(AttnSpec(0.5, k_scale=3.0))
     assert (pre, c) == (0.0, 0.5 * 3.0 * math.log2(math.e))
     pre, c = score_constants(AttnSpec(0.5, k_scale=3.0, soft_cap=4.0))

@@ -129,7 +129,7 @@ def test_the_bytes_of_the_padding_are_counted_and_printed():
 
 
 @pytest.mark.parametrize("kv_dtype", sorted(KV_FORMATS))
-def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
+def test_the_cache_stores_zeros_after_a_heads_own_columns(kv_dtype):
     spec = GroupSpec(
         Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype
     )
@@ -143,7 +143,7 @@ def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
     assert [t.shape[2] for t in pool.keys(0)] == [5, 3]
 
 
-def test_tiles_follow_from_the_stored_size():
+def test_tiles_are_a_function_of_the_stored_head_size():
     assert [order.stored_len(d) for d in (1, 7, 8, 9, 20, 576)] == [8, 8, 8, 16, 24, 576]
     for d in range(1, 577):
         assert order.tile_len(d, d) == order.tile_len(order.stored_len(d), order.stored_len(d))

@@ -315,7 +315,7 @@ def test_a_listed_tail_has_the_bits_of_plain_pages(length: int, listed: int) -> 
             assert same(run(plain), run(dataclasses.replace(tree, block=block))), (heads, block)
 
 
-def test_rows_with_and_without_a_tail_share_a_block() -> None:
+def test_rows_with_and_without_a_tail_share_a_block_and_keep_their_bits() -> None:
     rows = tuple((0, 0, 200) for _ in range(4))
     plain = Case((200,), rows, 4, 2)
     spread = dataclasses.replace(plain, tails={1: 197, 3: 120})
@@ -332,7 +332,7 @@ def test_rows_with_and_without_a_tail_share_a_block() -> None:
     assert same(run(plain), compute(plain, q, (pool_k, pool_v, table), sinks))
 
 
-def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
+def test_a_nan_reaches_the_rows_that_see_its_key_and_no_other_row() -> None:
     """In a key it reaches every column, in a value its own column; 0 * NaN must not carry it to a
     row that does not see it."""
     case = Case((200,), causal([200], [40]), 4, 2)
@@ -446,7 +446,7 @@ def test_cos_and_sin_of_float32_numbers_are_accurate_up_to_the_largest_angle() -
     assert pair(0.0) == (1, 0) and np.isnan(pair(np.nan)).all()
 
 
-def test_a_replaced_text_is_used_and_a_wrong_name_is_refused() -> None:
+def test_a_replaced_kernel_function_is_used_and_an_unknown_name_is_refused() -> None:
     case = Case((600,), causal([600], [2]), 2, 1)
 
     def split_begin(position: Any, split: Any) -> Any:

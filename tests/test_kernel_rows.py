@@ -58,7 +58,7 @@ def test_rms_norm(n):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_a_sum_and_its_norm(n):
+def test_add_rms_norm_has_the_bits_of_an_addition_and_a_norm(n):
     x, more, weight = noise(40, n), noise(40, n + 3, seed=5)[:, :n], noise(n, seed=1)
     total, have = rows.add_rms_norm(x, more, weight, 1e-6)
     assert torch.equal(total, x + more)
@@ -67,7 +67,7 @@ def test_a_sum_and_its_norm(n):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("d", "half"), [(8, 4), (16, 8), (64, 32), (64, 16), (72, 20), (10, 2)])
-def test_rotation(d, half, interleaved):
+def test_rope_has_the_bits_of_a_plain_rotation(d, half, interleaved):
     x, angle = noise(60, 9, d)[:, 3:8], noise(60, half, seed=2)
     part = x[..., : 2 * half]
     a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
@@ -177,7 +177,7 @@ def test_softmax_and_shares(n):
     assert ((invariant(lambda x: rows.shares(x, 0.25), parts) - want).abs() <= 2e-6 * want).all()
 
 
-def test_softmax_of_what_is_no_number():
+def test_softmax_of_nan_and_infinity():
     nan, inf = float("nan"), float("inf")
     x = noise(4, 20)
     x[0, 3], x[1, 18], x[2, 5] = nan, nan, -inf
@@ -199,7 +199,7 @@ def test_pooling_is_rounded_once():
 
 
 @pytest.mark.parametrize("half", [1, 4, 20, 28, 56, 64])
-def test_angles(half):
+def test_rope_angles_have_the_rounded_cos_and_sin_of_float64(half):
     freqs = torch.logspace(0, -5, half)
     positions = torch.cat((torch.arange(50), torch.arange(131000, 131072)))
     cos, sin = rows.rope_cos_sin(positions, freqs, 1.0)
@@ -213,7 +213,7 @@ def test_angles(half):
         assert torch.equal(rows.rope_cos_sin(positions, freqs, 1.3)[part], (cos, sin)[part] * 1.3)
 
 
-def test_what_is_not_a_number_stays_so():
+def test_nan_and_infinity_stay_nonfinite_in_gates_and_norms():
     x = torch.tensor([[float("nan"), 1, float("inf"), float("-inf"), 0, 1, 1, 1, 1, 1]])
     assert rows.act_and_mul(x, Activation.SILU).isfinite().tolist() == [
         [False, True, False, False, True]
@@ -222,7 +222,7 @@ def test_what_is_not_a_number_stays_so():
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (0, 3, 8)])
-def test_no_rows(shape):
+def test_rms_norm_accepts_zero_rows(shape):
     assert rows.rms_norm(torch.zeros(shape), torch.ones(8), 1e-6).shape == shape
 
 
@@ -235,7 +235,7 @@ def test_rows_of_another_shape_than_the_cache_are_refused_and_nothing_is_written
 
 
 @pytest.mark.parametrize("slot", [-1, 8])
-def test_rows_for_a_slot_that_is_not_there_are_refused_and_nothing_is_written(slot):
+def test_rows_for_a_slot_outside_the_pool_are_refused_and_nothing_is_written(slot):
     storage, x = torch.zeros(10, 2, 20)[1:9], noise(3, 2, 20)
     with pytest.raises(IndexError, match="out of bounds for axis 0 with size 8"):
         Ops.kv_write(storage, torch.tensor([5, slot, 0], dtype=torch.int32), x, 1.0)
@@ -246,7 +246,7 @@ def test_rows_for_a_slot_that_is_not_there_are_refused_and_nothing_is_written(sl
 @pytest.mark.parametrize(
     "x", [noise(5, 7, 20)[:, 2:4], noise(5, 2, 1).expand(5, 2, 20)], ids=["heads", "columns"]
 )
-def test_rows_of_the_cache_may_have_strides_and_slots_any_integers(x, dtype):
+def test_rows_written_to_the_cache_may_be_strided_and_slots_int32_or_int64(x, dtype):
     storage, slots = torch.zeros(9, 2, 20), torch.tensor([8, 0, 3, 4, 1], dtype=dtype)
     Ops.kv_write(storage, slots, x, 1.0)
     assert torch.equal(storage[slots], x) and not storage[[2, 5, 6, 7]].any()
@@ -267,12 +267,12 @@ def product(most: int = 4) -> bool:
         return all(torch.equal(gemm.linear(x, weight), want) for _ in range(50))
 
 
-def test_more_threads_than_processors():
+def test_more_threads_than_processors_give_the_same_bits():
     assert product()
     assert len(threads.HELPERS.threads) >= 3
 
 
-def test_helpers_come_back_after_they_were_sent_home():
+def test_helpers_start_again_after_they_have_left():
     assert product()
     threads.HELPERS.stop()
     assert not threads.HELPERS.threads
@@ -322,7 +322,7 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
         assert torch.equal(y, want)
 
 
-def test_threads_that_call_at_once_share_the_helpers_and_keep_their_bits():
+def test_threads_that_call_simultaneously_share_the_helpers_and_keep_their_bits():
     """There are more callers than desks; a caller that finds none free works alone."""
     begin = threading.Barrier(12)
 
@@ -334,7 +334,7 @@ def test_threads_that_call_at_once_share_the_helpers_and_keep_their_bits():
         assert all(pool.map(together, range(12)))
 
 
-def test_a_limit_is_the_calling_threads_and_not_torchs():
+def test_a_thread_limit_applies_to_the_calling_thread_and_not_to_torch():
     before = torch.get_num_threads()
     with threads.limited(before + 3), ThreadPoolExecutor(1) as pool:
         assert threads.thread_count() == before + 3 and torch.get_num_threads() == before
@@ -360,7 +360,7 @@ def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_
 
 
 @pytest.mark.parametrize("units", [0, 1, 3, 4, 29])
-def test_every_unit_is_claimed_once_and_a_share_that_nobody_came_for_by_the_others(units):
+def test_every_unit_is_claimed_once_and_an_absent_workers_share_by_the_other_workers(units):
     """Worker 2 of four never arrives."""
     counters = np.zeros(4 * threads.LINE, np.int64)
     record = np.array((0, units, 4, 0, 0, counters.ctypes.data, 4, 0), np.int64)
@@ -386,7 +386,7 @@ def test_units_of_a_gemm_are_whole_micro_kernels_and_enough_for_all_threads(pane
         assert full or team == 1, (count, panels, team, each)
 
 
-def test_every_text_of_a_kernel_is_among_the_sources_that_name_its_folder():
+def test_every_source_file_of_a_kernel_is_among_those_that_name_its_cache_folder():
     """The files of the sampler's formulas used to be left out: after a change of a formula the old
     kernel stayed in use."""
     names = {**vars(attend.elementary), **vars(attend), **vars(sampling)}.values()

@@ -270,7 +270,7 @@ def test_there_is_a_case_for_every_model_type():
 
 
 @pytest.mark.parametrize("case", DECODERS, indirect=True)
-def test_logits_are_those_of_transformers_whole_chunked_and_behind_a_prefix(case):
+def test_logits_are_those_of_transformers_whole_chunked_and_with_any_page_size(case):
     prompt = tokens(61)
     want = case.logits(prompt)
     hidden = {}
@@ -331,7 +331,7 @@ def test_a_request_alone_and_in_a_batch_has_the_same_bits(case):
 
 
 @pytest.mark.parametrize("case", DECODERS, indirect=True)
-def test_embeddings_of_decoders(case):
+def test_embeddings_of_decoders_are_those_of_transformers(case):
     prompts = [tokens(n, seed=n) for n in (12, 40, 1)]
     engine = Engine(case.model)
     for how in ("last", "mean"):
@@ -348,7 +348,7 @@ def test_embeddings_of_decoders(case):
 
 
 @pytest.mark.parametrize("case", ["bert"], indirect=True)
-def test_bert(case):
+def test_embeddings_of_bert_are_those_of_transformers(case):
     prompts = [tokens(n, seed=n) for n in (12, 40, 1)]
     got = Engine(case.model).embed(prompts)
     for i, prompt in enumerate(prompts):
@@ -360,7 +360,7 @@ def test_bert(case):
 
 @pytest.mark.parametrize("case", ["bart"], indirect=True)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_bart(case, page_size):
+def test_states_logits_and_tokens_of_bart_are_those_of_transformers(case, page_size):
     sources, prompt = [tokens(n, seed=n) for n in (23, 5)], [2, *tokens(30, seed=5)]
     engine = Engine(case.model, page_size)
     requests = [engine.request() for _ in sources]
@@ -461,7 +461,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_a_config(name, tmp_path):
+def test_logits_of_config_variants_are_those_of_transformers(name, tmp_path):
     config_class, model_class, changes, saving = VARIANTS[name]
     variant = make(config_class, model_class, changes, tmp_path, **saving)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or "max_shard_size" not in saving
@@ -543,9 +543,7 @@ def test_logits_are_those_of_transformers_up_to_position_131071(case):
     assert windows or (ours[0] - ours[2])[40:].abs().max() > 1e-2, "a distance of 131,071 matters"
 
 
-def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_fingerprint(
-    tmp_path,
-):
+def test_a_context_length_stretches_a_dynamic_rope_and_is_named_in_the_fingerprint(tmp_path):
     """max_position is 26: 52 tokens are those of transformers, run whole; without a context length
     27 are too many."""
     from lockstep import LLM
@@ -567,7 +565,7 @@ def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_f
         assert (torch.from_numpy(llm.score(prompt)[1:]) - scores).abs().max() <= 1e-4
 
 
-def test_a_bart_whose_config_denies_its_encoder_begins_with_it_all_the_same(tmp_path):
+def test_a_bart_whose_config_denies_its_encoder_runs_its_encoder_nevertheless(tmp_path):
     """It used to be taken for a decoder, and failed in its first step."""
     make(*CASES["bart"], tmp_path)
     answers, config = [], json.loads((tmp_path / "config.json").read_text())
@@ -579,7 +577,7 @@ def test_a_bart_whose_config_denies_its_encoder_begins_with_it_all_the_same(tmp_
     assert answers[0] == answers[1] and len(answers[0]) == 9
 
 
-def test_a_masked_language_model_gives_its_encoder(tmp_path):
+def test_a_masked_language_model_embeds_with_its_encoder(tmp_path):
     """Names begin with "bert.", and a head that embeddings do not need is ignored."""
     variant = make("BertConfig", "BertForMaskedLM", {}, tmp_path)
     with torch.no_grad():
@@ -603,7 +601,7 @@ def test_a_trunk_without_a_head_embeds_and_does_not_generate(tmp_path):
         variant.model.logits(row[None])
 
 
-def test_layers_that_keep_and_see_alike_share_a_group(tmp_path):
+def test_layers_with_the_same_layout_and_window_share_a_group(tmp_path):
     variant = make("Gemma3TextConfig", "Gemma3ForCausalLM", CASES["gemma3_text"][2], tmp_path)
     groups = variant.model.groups(4, "bfloat16")
     assert [(g.window, len(g.layers), g.page_size, g.kv_dtype) for g in groups] == [

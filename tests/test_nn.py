@@ -85,7 +85,7 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_rows_do_not_depend_on_their_company(shape, bias):
+def test_a_row_of_a_linear_layer_does_not_depend_on_other_rows(shape, bias):
     weight, b = noise(*shape), noise(shape[0], seed=1) if bias else None
     layer = linear(weight, b)
     assert invariant(layer, noise(ROWS, shape[1]))
@@ -96,7 +96,7 @@ def test_rows_do_not_depend_on_their_company(shape, bias):
 
 
 @pytest.mark.parametrize("shape", [(200, 64), (7, 64), (33, 17), (96, 130)])
-def test_the_own_gemm_is_one_fma_chain_over_k(shape):
+def test_the_cpu_gemm_is_one_fma_chain_over_k(shape):
     """A product of two float32 numbers is exact in float64, so adding and rounding there is an fma,
     except for a tie in 2^29."""
     weight, bias = noise(*shape), noise(shape[0], seed=1)
@@ -118,7 +118,7 @@ def test_bfloat16_weights_stay_narrow_and_give_the_bits_of_float32():
         assert torch.equal(gemm.linear(x, narrow), gemm.linear(x, wide))
 
 
-def test_rows_with_strides_are_multiplied_where_they_lie():
+def test_strided_rows_are_multiplied_with_the_bits_of_contiguous_rows():
     layer, x = linear(noise(24, 16)), noise(7, 40)
     assert torch.equal(layer(x[:, 8:24]), layer(x[:, 8:24].contiguous()))
     assert torch.equal(layer(noise(16, 7).T), layer(noise(16, 7).T.contiguous()))
@@ -142,7 +142,7 @@ def test_batched_and_grouped_gemms_have_the_bits_of_a_gemm_each(bias):
     assert gemm.grouped_linear(rows[:0], packed, none).shape == (0, 70)
 
 
-def test_weights_of_one_group_that_bfloat16_cannot_hold_keep_all_exact():
+def test_batched_weights_stay_exact_if_bfloat16_cannot_hold_one_group():
     weight = torch.cat((noise(1, 70, 24).bfloat16().float(), noise(1, 70, 24, seed=1)))
     x = noise(3, 2, 24, seed=2)
     have = OPS.batched_linear(x, OPS.pack(weight, None))
@@ -150,7 +150,7 @@ def test_weights_of_one_group_that_bfloat16_cannot_hold_keep_all_exact():
         assert torch.equal(have[:, g], OPS.linear(x[:, g], OPS.pack(weight[g], None)))
 
 
-def test_a_gemm_of_no_rows():
+def test_a_gemm_of_zero_rows_returns_zero_rows():
     assert linear(noise(24, 16), noise(24))(torch.zeros(0, 16)).shape == (0, 24)
 
 
@@ -191,7 +191,7 @@ def cos_sin(turn: rope.Rope, positions: Tensor) -> CosSin:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_is_row_invariant_and_leaves_the_rest_of_a_head_alone(interleaved):
+def test_rope_is_row_invariant_and_leaves_the_other_columns_of_a_head_unchanged(interleaved):
     turn = rope.make({"rope_type": "default", "rope_theta": 1e4}, 24, 100, interleaved)
     x, positions = noise(ROWS, 3, 48), torch.arange(ROWS) * 977
 
@@ -247,7 +247,7 @@ def test_frequencies_are_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize("length", [512, 513, 1536, 4000])
-def test_a_dynamic_rope_is_stretched_for_the_context_and_by_no_sequence(length):
+def test_a_dynamic_rope_is_stretched_for_the_context_length_and_by_no_sequence(length):
     """Up to max_position it is the plain rope; beyond, it has transformers' base for exactly the
     context length that was asked for."""
     from transformers import LlamaConfig
@@ -359,7 +359,7 @@ def test_angles_up_to_131071_are_those_of_transformers(dim, theta):
         assert all(((a - b).abs() <= bound).all() for a, b in zip((cos, sin), want, strict=True))
 
 
-def test_a_fraction_of_a_head_is_ignored_or_refused_as_transformers_does():
+def test_a_partial_rotary_factor_is_ignored_or_refused_as_in_transformers():
     whole = rope.make({"rope_type": "default", "rope_theta": 1e4}, 64, 512)
     assert (
         rope.make(
@@ -426,7 +426,7 @@ ROUTINGS = [
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: r.score)
-def test_a_row_does_not_mind_who_shares_its_experts(routing):
+def test_a_row_has_the_same_bits_whatever_rows_share_its_experts(routing):
     layer = moe(routing)
     x = noise(33, 32)
     routes = OPS.route(layer.router(x), routing, layer.correction)
@@ -447,7 +447,7 @@ def test_a_row_does_not_mind_who_shares_its_experts(routing):
         assert torch.equal(layer(x)[row], total + out[row])
 
 
-def test_equal_scores_go_to_the_smaller_expert():
+def test_equal_router_scores_choose_the_expert_with_the_lower_id():
     scores = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     assert best(scores, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
 
@@ -526,7 +526,7 @@ def write_index(folder: Path, index: dict[str, str]) -> None:
     )
 
 
-def test_files_without_a_tensor_are_not_the_weights_of_a_config_that_states_no_size(folder):
+def test_weight_files_without_tensors_are_refused_for_a_config_without_sizes(folder):
     """Having no tensor to compare with is not the same as having weights made at random."""
     (folder / "config.json").write_text('{"model_type": "llama"}')
     save_file({}, folder / "model.safetensors")
@@ -699,7 +699,7 @@ def test_configs_that_fit_no_model_are_refused(folder, values):
     ],
     ids=str,
 )
-def test_a_number_that_describes_no_model_is_named(folder, values, line):
+def test_a_config_value_that_describes_no_model_is_named(folder, values, line):
     (folder / "generation_config.json").unlink()
     change(folder, **values)
     with pytest.raises(RuleError) as error:
@@ -746,7 +746,7 @@ def test_a_file_that_is_not_utf8_is_named(folder, name):
         "model-0.safetensors/",
     ],
 )
-def test_an_index_does_not_lead_out_of_the_folder(folder, name):
+def test_an_index_cannot_name_a_file_outside_the_folder(folder, name):
     index = shard(folder)
     shutil.copy(folder / "model-0.safetensors", folder.parent / "outside.safetensors")
     write_index(folder, {**index, "model.norm.weight": name})
@@ -755,7 +755,7 @@ def test_an_index_does_not_lead_out_of_the_folder(folder, name):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_link_does_not_lead_out_of_the_folder(folder, name):
+def test_a_link_out_of_the_folder_is_refused(folder, name):
     (folder / name).touch()
     (folder / name).rename(folder.parent / "outside")
     (folder / name).symlink_to(folder.parent / "outside")
@@ -764,7 +764,7 @@ def test_a_link_does_not_lead_out_of_the_folder(folder, name):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_link_to_itself_is_no_file(folder, name):
+def test_a_link_to_itself_is_refused(folder, name):
     """Python's own error, with a path and no remedy, used to be raised."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(name)
@@ -772,7 +772,7 @@ def test_a_link_to_itself_is_no_file(folder, name):
         load(folder)
 
 
-def test_the_hubs_cache_links_into_its_own_blobs(folder):
+def test_links_of_the_hub_cache_into_its_blobs_are_followed(folder):
     blobs, snapshot = folder.parent / "repo" / "blobs", folder.parent / "repo" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -782,7 +782,7 @@ def test_the_hubs_cache_links_into_its_own_blobs(folder):
     assert load(snapshot).info.vocab_size == 50
 
 
-def test_an_index_that_names_what_is_not_there_is_refused(folder):
+def test_an_index_that_names_a_missing_tensor_or_file_is_refused(folder):
     index = shard(folder)
     write_index(folder, {**index, "model.norm.weight": "model-0.safetensors"})
     with pytest.raises(
@@ -850,7 +850,7 @@ def test_code_in_the_folder_does_not_run(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "lama", "gemma3", "zzz", None])
-def test_an_unknown_model_type_is_refused_with_those_that_there_are(folder, name):
+def test_an_unknown_model_type_is_refused_with_the_known_ones(folder, name):
     """mixtral is not mistral: a checkpoint's type cannot be changed, so no similar type is
     suggested."""
     change(folder, model_type=name)
@@ -861,7 +861,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_there_are(folder, name
 
 
 @pytest.mark.parametrize("name", ["weights", "../llama", "llama.py", "os"])
-def test_a_model_type_is_never_a_module_of_another_kind(folder, name):
+def test_a_model_type_cannot_name_another_python_module(folder, name):
     change(folder, model_type=name)
     with pytest.raises(RuleError, match="model_type is one of"):
         load(folder)
@@ -885,7 +885,7 @@ def test_quantised_weights_are_refused(folder):
         load(folder)
 
 
-def test_a_folder_without_a_model_and_a_name_that_is_none(tmp_path):
+def test_a_folder_without_a_model_and_an_invalid_name_are_refused(tmp_path):
     with pytest.raises(RuleError, match=r"a model folder holds config.json"):
         load(tmp_path)
     for name in ("no-such-thing", "../a/b", "/no/such/folder", "a/b/c"):
@@ -893,7 +893,7 @@ def test_a_folder_without_a_model_and_a_name_that_is_none(tmp_path):
             load(name)
 
 
-def test_the_hub_is_asked_for_weights_and_texts_only(good, monkeypatch):
+def test_only_weights_and_text_files_are_downloaded_from_the_hub(good, monkeypatch):
     asked = {}
 
     def download(repo: str, **options) -> str:
@@ -928,7 +928,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.QWEN3], ids=lambda model: model.name)
-def test_a_layer_calls_no_operator_of_torch(monkeypatch, model):
+def test_a_decoder_layer_calls_no_operator_of_torch(monkeypatch, model):
     """Each of them releases the interpreter's lock, and a thread that runs Python gives it back
     after 5 ms: two operators per layer left a prefill 0.16 of its speed."""
     right, seen = decoder.Block.__call__, list[list[str]]()

@@ -218,7 +218,7 @@ def stated(config: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_plain_model_is_what_transformers_computes(name: str, tmp_path: Path):
+def test_a_plain_model_has_the_values_of_transformers(name: str, tmp_path: Path):
     case = twin(name, tmp_path)
     with torch.no_grad():
         shipped = case.compare(case.reference)
@@ -231,7 +231,7 @@ def test_a_plain_model_is_what_transformers_computes(name: str, tmp_path: Path):
     assert shipped <= SHIPPED
 
 
-def test_there_is_a_plain_text_of_every_model_type():
+def test_every_model_type_has_a_plain_model():
     assert sorted(plain.MODEL_TYPES) == model_types()
     assert set(CASES) <= set(VARIANTS)
 
@@ -264,7 +264,7 @@ def imported(source: str) -> Iterator[str]:
             assert node.id not in ("__import__", "import_module", "importlib"), "in disguise"
 
 
-def test_the_plain_models_import_nothing_of_the_engine_by_their_text():
+def test_the_source_of_the_plain_models_imports_nothing_of_the_engine():
     files = sorted(FOLDER.rglob("*.py"))
     assert [file.name for file in files] == ["__init__.py", "layers.py"]
     names = [name for file in files for name in imported(file.read_text("utf-8"))]

@@ -119,7 +119,7 @@ def test_the_engine_has_the_values_of_the_plain_model(tiny: Tiny):
     assert int(found["value"].detail.split()[0]) >= 40, found["value"].detail
 
 
-def test_every_model_type_that_generates_is_among_them():
+def test_the_judged_models_are_of_every_type_that_generates():
     assert sorted({tiny.model_type for tiny in (*MODELS, *OTHERS)} | {"bert"}) == model_types()
 
 
@@ -190,7 +190,7 @@ class Narrow(TorchFunctionMode):
         return func(*args, **given)
 
 
-def test_a_number_that_is_off_or_missing_is_a_fault_and_a_narrow_cache_may_be_further_off():
+def test_a_wrong_or_missing_value_is_a_fault_and_a_narrow_cache_has_a_wider_tolerance():
     ids = words(12)
     right = plain.logits(checkpoint(LLAMA), ids).log_softmax(-1)[torch.arange(11), ids[1:]]
     for wrong, cache, faults in (
@@ -207,7 +207,7 @@ def test_a_number_that_is_off_or_missing_is_a_fault_and_a_narrow_cache_may_be_fu
         values.claim(ids, 1, right[:-1])
 
 
-def test_a_sequence_is_judged_up_to_a_choice_of_experts_that_float32_may_make_otherwise():
+def test_a_sequence_is_judged_up_to_a_choice_of_experts_that_rounding_may_change():
     c, ids = checkpoint(GPT_OSS), words(14)
     assert truth(lambda: plain.logits(c, ids)).decided > len(ids)
     names = ("model.layers.1.mlp.router.weight", "model.layers.1.mlp.router.bias")
@@ -388,7 +388,7 @@ PLANTED: dict[Planted, Tiny] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
-def test_a_mistake_that_the_oracle_of_bits_shares_is_seen_in_the_values(
+def test_a_mistake_that_the_oracle_of_bits_shares_is_found_by_the_values(
     planted: Planted, monkeypatch: pytest.MonkeyPatch
 ):
     planted(monkeypatch)
@@ -397,7 +397,7 @@ def test_a_mistake_that_the_oracle_of_bits_shares_is_seen_in_the_values(
     assert [name for name, finding in found.items() if not finding.held] == ["value"], found
 
 
-def test_a_cell_of_the_matrix_goes_red_by_its_values(monkeypatch: pytest.MonkeyPatch):
+def test_a_cell_of_the_matrix_fails_by_its_values(monkeypatch: pytest.MonkeyPatch):
     turned_backwards(monkeypatch)
     found = run_cell(Cell.parse("cpu/engine-page/llama"), RunOptions(quick=True)).findings
     assert [each.name for each in found if not each.held] == ["value"]
