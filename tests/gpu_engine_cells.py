@@ -124,7 +124,7 @@ def engine_of(parts: Parts, config: EngineConfig, **how: Any) -> Engine:
     return Engine(replace(config, **how), parts, overlap)
 
 
-def waits(engine: Engine) -> str:
+def check_waits(engine: Engine) -> str:
     """Runs decoding steps in which every synchronising call but the one wait is an error. Returns
     "" or what was found: memory that is held in addition, or graphs captured."""
     how = SamplingParams(max_tokens=400, temperature=0.6, seed=1, ignore_eos=True)
@@ -146,7 +146,7 @@ def waits(engine: Engine) -> str:
     return f"{more} B more, {captured} captured" if more > 0 or captured else ""
 
 
-def look(name: str, device: str) -> dict[str, str]:
+def run_cells(name: str, device: str) -> dict[str, str]:
     """Runs all cells of one model type. Returns cell → "" or what was found."""
     found: dict[str, str] = {}
     lens = list(zip(PROMPTS, ANSWERS) if device == "cuda" else zip(*SHORT))
@@ -184,7 +184,7 @@ def look(name: str, device: str) -> dict[str, str]:
         "preempted": {"overlap": True, "graphs": True, "max_total_tokens": 2048},
     }
     if on_card and not parts.model.encodes:
-        found["waits"] = waits(engine_of(parts, config, overlap=True, graphs=True))
+        found["waits"] = check_waits(engine_of(parts, config, overlap=True, graphs=True))
         print(f"{name}: waits: {found['waits'] or 'held'}", file=sys.stderr, flush=True)
     if parts.model.encodes:  # sources are not cut into chunks
         ways["pages and chunks"].pop("chunked_prefill_size")
@@ -214,7 +214,7 @@ def main() -> None:
     for name in args.models.split(","):
         begin = time.time()
         try:
-            report[name] = look(name, args.device)
+            report[name] = run_cells(name, args.device)
         except Exception as error:
             import traceback
 

@@ -98,7 +98,7 @@ def control(where: str) -> None:
     print(f"control: {out.tolist()}", file=sys.stderr, flush=True)
 
 
-def others(report: str) -> list[str]:
+def unexpected_places(report: str) -> list[str]:
     """Returns the places of a report other than those where a kernel begins or hands over."""
     here, found = Path(__file__).parent, list[str]()
     folders = (here, here.parent / "lockstep" / "kernels" / "triton")
@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.judge:
         report = args.judge.read_text("utf-8")
-        places = "\n".join(sorted({*others(report)})) or "nothing besides the hand-over"
+        places = "\n".join(sorted({*unexpected_places(report)})) or "nothing besides the hand-over"
         return print(f"{args.judge.name}: {report.count('Race reported')} hazards, {places}")
     if args.control:
         return control(args.control)

@@ -36,13 +36,13 @@ RUNNING = 8
 WARM_STEPS = 2500
 
 
-class Visitors:
+class Traffic:
     """Adds requests of many lengths, each a function of its number."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.count = engine, 0
 
-    def come(self) -> None:
+    def add_requests(self) -> None:
         """Adds requests, so that there are never fewer than RUNNING - 2."""
         while len(self.engine.generations) < RUNNING - 2 + self.count % 3:
             rng = random.Random(self.count % 97)
@@ -61,11 +61,11 @@ class Visitors:
 def steady(engine: Engine, steps: int) -> dict[str, Any]:
     """Runs this many steps after a warm-up. Returns what was counted."""
     counts: Counter[str] = Counter()
-    visitors = Visitors(engine)
+    traffic = Traffic(engine)
     for _ in range(WARM_STEPS):
-        visitors.come()
+        traffic.add_requests()
         engine.step()
-    visitors.count = 0  # the same visitors again
+    traffic.count = 0  # the same requests again
     synchronize, run = torch.cuda.Event.synchronize, engine.runner.run
     width: list[int] = []
 
@@ -88,7 +88,7 @@ def steady(engine: Engine, steps: int) -> dict[str, Any]:
     reserved, resident = torch.cuda.memory_reserved(), rss()
     try:
         for step in range(steps):
-            visitors.come()
+            traffic.add_requests()
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 engine.step()
@@ -104,7 +104,7 @@ def steady(engine: Engine, steps: int) -> dict[str, Any]:
         torch.cuda.Event.synchronize = synchronize
         triton.knobs.runtime.jit_cache_hook = None
     return {
-        **{"steps": steps, "requests": visitors.count},
+        **{"steps": steps, "requests": traffic.count},
         **{"kernels compiled": counts.pop("compiled", 0), **counts},
         "graphs captured": len(engine.runner.tapes) - graphs,
         "bytes allocated, every 500 steps": held,

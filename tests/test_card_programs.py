@@ -17,7 +17,7 @@ PROGRAMS = [*sorted(ROOT.glob("bench/gpu/*.py")), *sorted(ROOT.glob("tests/gpu_*
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_names_what_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_a_gpu_program_uses_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (ROOT, ROOT / "tests", path.parent):
         monkeypatch.syspath_prepend(str(place))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -32,12 +32,12 @@ def test_a_program_names_what_exists(path: Path, monkeypatch: pytest.MonkeyPatch
             assert hasattr(owner, node.attr), f"line {node.lineno}: {node.value.id}.{node.attr}"
 
 
-def test_a_report_of_hazards_is_judged_by_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hazard_report_is_judged_by_its_source_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
-    from gpu_sanitize import others
+    from gpu_sanitize import unexpected_places
 
     text = (ROOT / "lockstep/kernels/triton/hopper_decode.py").read_text("utf-8").splitlines()
     lines = [text.index("def decode_kernel(") + 1, text.index("    gl.warp_specialize([") + 1]
     told = "Read access at decode_kernel+0x110 in hopper_decode.py:"
-    assert others("\n".join(f"{told}{line} [9 hazards]" for line in lines)) == []
-    assert others(f"{told}{lines[1] - 1} [9 hazards]") != []
+    assert unexpected_places("\n".join(f"{told}{line} [9 hazards]" for line in lines)) == []
+    assert unexpected_places(f"{told}{lines[1] - 1} [9 hazards]") != []

@@ -70,19 +70,19 @@ def test_bits_do_not_depend_on_batch_chunk_page_or_launch_shape(names):
     assert "alone = batch" in report[names.split(",")[0]]
 
 
-def test_rows_of_a_tree_are_the_rows_of_its_paths():
+def test_rows_of_a_tree_have_the_bits_of_its_paths():
     report = cells("--cells", "dense,latent", "--checks", "tree")
     judge(report, 6e-3)
     assert report["dense"]["tree rows = their paths"] == 0
 
 
 @pytest.mark.gpu
-def test_on_the_card_every_feature_has_its_values_and_its_bits():
+def test_on_a_gpu_every_feature_has_its_values_and_its_bits():
     judge(cells("--device", "cuda", interpret=False), 3e-3)
     judge(cells("--device", "cuda", "--checks", "cache", interpret=False), 0.0)
 
 
-def test_keys_are_written_with_one_rounding_and_moved_all_at_once():
+def test_keys_are_written_with_one_rounding_and_moved_together():
     judge(cells("--checks", "cache"), 0.0)
 
 
@@ -140,7 +140,7 @@ def test_the_division_by_the_page_size_is_exact_below_two_to_the_31(page_size):
         assert (2 * p * mul >> 32) >> shift == p // page_size
 
 
-def test_head_sizes_are_walked_in_ascending_pieces_that_cover_them():
+def test_head_sizes_are_split_into_two_powers_of_two_that_cover_them():
     for d in range(8, 577, 8):
         first, second = launch.pieces(d)
         assert first & (first - 1) == 0 and second & (second - 1) == 0
@@ -199,7 +199,7 @@ def test_a_request_is_split_over_programs_where_its_keys_exceed_a_multiprocessor
         assert len(requests) == len(keys) and parts.tolist() == want, keys
 
 
-def test_what_the_warp_specialised_kernels_cannot_do_is_left_to_the_plain_one():
+def test_requests_that_the_warp_specialised_kernels_do_not_support_use_the_plain_kernel():
     attn = AttnSpec(scale=0.1)
     base = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (attn,), kv_dtype="bfloat16")
     others = (

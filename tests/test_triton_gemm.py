@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 CELLS = (
     "gemm-values", "gemm-bits", "batched-gemm-bits", "rms-norm-values",
-    "add-rms-norm-is-an-addition-and-a-norm", "norm-rows-stand-alone", "layer-norm-values",
+    "add-rms-norm-is-an-addition-and-a-norm", "norm-rows-are-independent", "layer-norm-values",
     "rope-values", "qk-norm-rope-is-a-norm-and-a-rotation", "gates", "bias-is-a-second-rounding",
     "routing", "router-values", "grouped-gemm-bits", "sampled-tokens-are-the-cpus",
-    "log-probabilities-are-the-cpus", "a-row-of-nan-is-its-own-affair", "the-choice-of-a-gemm",
-    "rows-outside-the-grid", "nothing-to-do", "linear-operations", "row-operations",
+    "log-probabilities-are-the-cpus", "a-row-of-nan-changes-no-other-row", "the-choice-of-a-gemm",
+    "rows-outside-the-grid", "zero-rows", "linear-operations", "row-operations",
     "cache-operations", "an-engine-on-the-table", "the-table-is-complete",
     "rows-of-odd-length", "two-caches-at-one-address",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def interpreted() -> dict[str, str]:
     return found
 
 
-def test_the_cells_named_here_are_those_that_ran(interpreted: dict[str, str]) -> None:
+def test_the_cells_listed_in_this_file_are_those_that_ran(interpreted: dict[str, str]) -> None:
     assert set(interpreted) == set(CELLS)
 
 
@@ -76,7 +76,7 @@ def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
         assert (report["wgmma"] > 0, report["mma"] > 0) == (wide, not wide)
 
 
-def test_a_variant_has_a_name_of_its_own() -> None:
+def test_each_variant_has_its_own_name() -> None:
     from lockstep.kernels.triton.variants import record, variants
 
     found: dict[str, str] = {}

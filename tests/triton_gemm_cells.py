@@ -230,7 +230,7 @@ def add_rms_norm_is_an_addition_and_a_norm() -> str:
 
 
 @cell
-def norm_rows_stand_alone() -> str:
+def norm_rows_are_independent() -> str:
     """A row's bits do not depend on the rows beside it."""
     n, said = 144, ""
     x, residual, weight = draw(9, n), draw(9, n, seed=1), draw(n, dtype=torch.float32, seed=2)
@@ -402,7 +402,7 @@ def cpu_route(logits: Tensor, how: Routing, bias: Tensor | None) -> tuple[Tensor
 
 
 @cell
-def a_row_of_nan_is_its_own_affair() -> str:
+def a_row_of_nan_changes_no_other_row() -> str:
     """Its ids are experts, its weights are NaN; the other rows do not change."""
     said = ""
     for how in ROUTINGS.values():
@@ -906,7 +906,7 @@ def rows_of_odd_length() -> str:
 
 
 @cell
-def nothing_to_do() -> str:
+def zero_rows() -> str:
     """No rows: no launch, no error, empty results."""
     x, w = draw(0, 64), draw(16, 64)
     made = (

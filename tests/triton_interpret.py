@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lockstep.types import RuleError
 
 
-class Forever:
+class PermanentPatch:
     """A patch that is never removed."""
 
     def restore(self) -> None:
@@ -70,7 +70,7 @@ def install() -> None:
             tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0])
         )  # numpy 2.4 needs a scalar
 
-    def patch_once(function: Any) -> Forever:
+    def patch_once(function: Any) -> PermanentPatch:
         names = tuple(
             sorted(
                 n for n, value in function.__globals__.items() if value is tl or value is tl.core
@@ -79,7 +79,7 @@ def install() -> None:
         if names not in patched:
             patched.add(names)
             patch_lang(function)
-        return Forever()
+        return PermanentPatch()
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter.InterpreterBuilder.cast_impl = cast_impl
