@@ -110,7 +110,7 @@ def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
     ],
     ids=lambda value: format_value(value)[:40],
 )
-def test_what_is_no_prompt_is_refused_by_every_call_and_nothing_stays_behind(
+def test_an_invalid_prompt_is_refused_by_generate_and_embed_and_leaves_no_request(
     llm: LLM, want: bytes, prompts: Any, line: str
 ):
     refused(llm, want, lambda: llm.generate(prompts, FOUR), line)
@@ -141,18 +141,18 @@ def test_ids_of_any_integer_type_are_the_same_prompt(llm: LLM, prompts: Any):
     assert all(type(i) is int for i in out.prompt_token_ids)
 
 
-def test_a_row_of_one_id_is_a_row_and_not_an_id(llm: LLM):
+def test_a_tensor_of_one_id_is_a_prompt_and_not_an_id(llm: LLM):
     outs = llm.generate([torch.tensor([5]), torch.tensor([6, 7])], FOUR)
     assert [out.prompt_token_ids for out in outs] == [(5,), (6, 7)]
 
 
-def test_a_string_of_somebodys_own_kind_is_a_string(llm: LLM, want: bytes):
+def test_a_string_subclass_or_a_numpy_string_is_a_string(llm: LLM, want: bytes):
     (out,) = llm.generate(Text("def fib(n):"), FOUR)
     assert out.logprobs.tobytes() == want
     assert llm.generate(np.array(["def fib(n):"]), FOUR)[0].logprobs.tobytes() == want
 
 
-def test_no_prompts_are_no_answers_and_no_embedding_is_an_error(llm: LLM, want: bytes):
+def test_an_empty_list_of_prompts_generates_nothing_and_cannot_be_embedded(llm: LLM, want: bytes):
     assert llm.generate([], FOUR) == []
     line = "there is a prompt to embed; got an empty list. Pass at least one."
     refused(llm, want, lambda: llm.embed([]), line)
@@ -199,7 +199,7 @@ def test_a_stream_has_one_prompt(llm: LLM, want: bytes, prompt: Any, line: str):
         ),
     ],
 )
-def test_params_are_sampling_params(llm: LLM, want: bytes, params: Any, line: str):
+def test_params_of_another_class_are_refused(llm: LLM, want: bytes, params: Any, line: str):
     refused(llm, want, lambda: llm.generate(["a", "b"], params), line)
 
 
@@ -230,11 +230,11 @@ def test_params_are_sampling_params(llm: LLM, want: bytes, params: Any, line: st
         (["a", b"b"], f"{PROMPT}; got b'b' (bytes). Pass a str, or a list."),
     ],
 )
-def test_what_is_no_item_is_refused(llm: LLM, want: bytes, items: Any, line: str):
+def test_an_invalid_item_is_refused(llm: LLM, want: bytes, items: Any, line: str):
     refused(llm, want, lambda: llm.score("def", items), line)
 
 
-def test_a_batch_that_is_refused_leaves_a_running_stream_alone(llm: LLM, want: bytes):
+def test_a_refused_batch_does_not_change_a_running_stream(llm: LLM, want: bytes):
     alone = "".join(c.text for c in llm.stream("import", replace(FOUR, max_tokens=9)))
     chunks = llm.stream("import", replace(FOUR, max_tokens=9))
     begun = next(chunks)
@@ -249,7 +249,7 @@ def test_a_batch_that_is_refused_leaves_a_running_stream_alone(llm: LLM, want: b
     assert bits(llm) == want
 
 
-def test_a_number_too_long_to_print_is_named_by_its_kind():
+def test_a_number_too_long_to_print_is_shown_as_its_type():
     assert format_value(10**9999) == "an int too long to print"
     assert format_value("x" * 200) == "'" + "x" * 76 + "..."
     assert forms.many("a") == ["a"]
@@ -335,13 +335,13 @@ def test_a_number_too_long_to_print_is_named_by_its_kind():
     ],
     ids=lambda value: format_value(value)[:40],
 )
-def test_a_bad_option_is_one_line(option: dict[str, Any], line: str):
+def test_a_bad_option_is_reported_in_one_line(option: dict[str, Any], line: str):
     with pytest.raises(RuleError) as caught:
         EngineConfig.from_names(option)
     assert str(caught.value) == line
 
 
-def test_an_option_of_another_integer_type_becomes_pythons():
+def test_an_option_of_a_numpy_integer_type_becomes_a_python_int():
     config = EngineConfig(page_size=np.int64(16), max_total_tokens=np.int32(64))
     assert (type(config.page_size), type(config.max_total_tokens)) == (int, int)
     assert config == EngineConfig(page_size=16, max_total_tokens=64)
@@ -396,7 +396,7 @@ def test_a_suggestion_ends_with_its_question_mark():
     ],
     ids=lambda value: format_value(value)[:40],
 )
-def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
+def test_a_bad_parameter_is_reported_in_one_line(given: dict[str, Any], line: str | None):
     with pytest.raises(RuleError) as caught:
         SamplingParams.from_dict(given)
     assert (
@@ -432,7 +432,7 @@ def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
     ],
     ids=lambda value: format_value(value)[:40],
 )
-def test_what_no_machine_has_is_refused_before_it_is_taken(option: dict[str, Any], match: str):
+def test_a_cache_too_large_or_an_invalid_model_is_refused(option: dict[str, Any], match: str):
     with pytest.raises(RuleError, match=match):
         LLM(**option)
 
@@ -460,12 +460,12 @@ def test_an_option_that_is_an_array_or_cannot_be_printed_is_refused_on_one_line(
 
 @pytest.mark.parametrize("option", ["stop", "stop_token_ids"])
 @pytest.mark.parametrize("value", [np.array(3), torch.tensor(3)])
-def test_an_array_without_dimensions_is_no_list_of_stops(option, value):
+def test_a_zero_dimensional_array_is_refused_as_a_list_of_stops(option, value):
     with pytest.raises(RuleError, match=f"{option} is a list of at most"):
         SamplingParams(**{option: value})
 
 
-def test_what_the_engine_itself_is_given_is_checked_too(llm, want):
+def test_arguments_of_engine_methods_and_on_done_are_checked_too(llm, want):
     add, items = llm.engine.add, llm.engine.add_items
     rule = "params are SamplingParams, or one for each prompt; got 5 (int). Use SamplingParams()."
     refused(llm, want, lambda: add([1], 5), rule)
@@ -481,7 +481,7 @@ def test_what_the_engine_itself_is_given_is_checked_too(llm, want):
     assert job.params.max_tokens == SamplingParams().max_tokens
 
 
-def test_a_context_beyond_the_models_is_refused_and_not_shortened():
+def test_a_context_length_beyond_the_models_is_refused_and_not_shortened():
     with pytest.raises(
         RuleError,
         match=r"context_length is at most the model's 2048 positions; got 4000\. Leave it out, or "
@@ -493,6 +493,6 @@ def test_a_context_beyond_the_models_is_refused_and_not_shortened():
 @pytest.mark.parametrize(
     "prompts", [range(10**9), [range(2**40)], range(10**30)], ids=["prompts", "ids", "huge"]
 )
-def test_more_than_any_call_takes_is_refused_before_it_is_listed(llm: LLM, prompts: Any):
+def test_too_many_prompts_or_ids_are_refused_before_they_are_expanded(llm: LLM, prompts: Any):
     with pytest.raises(RuleError, match=r"has at most 67,108,864 entries; got .*range\(0, 1"):
         llm.generate(prompts)

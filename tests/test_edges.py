@@ -57,7 +57,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("name", "inside", "outside"), BOUNDS, ids=[name for name, _, _ in BOUNDS])
-def test_a_parameter_is_taken_at_its_bound_and_refused_one_beyond(
+def test_a_parameter_is_accepted_at_its_bound_and_refused_beyond_it(
     name: str, inside: tuple[Any, ...], outside: tuple[Any, ...]
 ):
     for value in inside:
@@ -100,7 +100,7 @@ def test_defaults_are_what_the_documentation_says():
     }
 
 
-def test_every_seed_is_taken_as_it_is_and_0_too():
+def test_every_seed_is_used_unchanged_including_0():
     for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
         for index, position in ((0, 0), (3, 7)):
             params = SamplingParams(seed=seed, sample_index=index, temperature=0.7, top_k=5)
@@ -117,7 +117,7 @@ def test_greedy_rows_have_settings_of_the_same_shape():
     assert not found.cuts and settings(RowBatch.of([]), 61).ints.shape == (0, 5)
 
 
-def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():
+def test_a_request_defaults_to_16_new_tokens():
     ask = RequestSpec((1, 2))
     assert (ask.max_new_tokens, ask.n, ask.priority, ask.max_keys) == (16, 1, 0, 17)
     assert RequestSpec((1, 2), 0, items=((3, 4, 5), (6,))).max_keys == 4, (
@@ -138,7 +138,7 @@ PAGE = 16 * 256  # bytes
 CPU = torch.device("cpu")
 
 
-def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_is_sized_for_what_all_running_requests_can_fill(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 40)
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8)
     found, text = memory.cache_size((FULL, WINDOW, FRESH), config, 1001, CPU)
@@ -149,11 +149,11 @@ def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.Mo
     assert text.splitlines()[-1] == f"total {(252 + 16) * PAGE:,} B"
 
 
-def test_a_cache_takes_a_part_of_what_is_free():
+def test_a_cache_takes_a_fraction_of_free_memory():
     assert all(0 < part < 1 for part in memory.FRACTIONS)
 
 
-def test_the_outputs_of_graphs_are_taken_off_the_caches_part_of_the_memory(monkeypatch):
+def test_the_outputs_of_graphs_reduce_the_memory_of_the_cache(monkeypatch):
     """Graphs with drafts for 256 requests keep 20 GB of logits, which no budget knew."""
     monkeypatch.setattr(memory, "free_bytes", lambda: 100 * PAGE)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
@@ -176,7 +176,7 @@ def test_a_window_never_needs_more_than_the_whole_cache():
     # 400 keys, then by 15/16: 375, 351, 329, 308, 288, ...
     [(26, 400), (25, 375), (24, 351), (23, 351), (22, 329), (21, 308), (20, 288), (19, 288)],
 )
-def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(
+def test_a_cache_shrinks_until_it_fits_its_fraction_of_free_memory(
     pages: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(memory, "free_bytes", lambda: 2 * pages * PAGE)
@@ -248,7 +248,7 @@ def test_id_0_is_a_token_like_any_other():
     assert all(each[-1] < 0 for each in scores[1:]), "the score of a token, 0 among them"
 
 
-def test_true_asks_for_no_best_tokens_of_the_prompt():
+def test_prompt_logprobs_true_returns_no_top_tokens():
     engine = tiny_engine.engine(max_total_tokens=500)
     for asked, best in ((True, 0), (0, 0), (2, 2)):
         job = engine.add(
@@ -269,7 +269,7 @@ def answer(params: SamplingParams) -> Output:
     return job.output("")
 
 
-def test_best_tokens_are_reported_to_who_asks_for_them():
+def test_top_tokens_are_returned_only_if_logprobs_asks_for_them():
     for asked, best in ((None, None), (True, None), (0, None), (2, [2, 2, 2])):
         found = answer(SamplingParams(max_tokens=3, temperature=0, logprobs=asked))
         assert (found.logprobs is None) == (asked is None)
@@ -280,7 +280,7 @@ def test_best_tokens_are_reported_to_who_asks_for_them():
         )
 
 
-def test_an_output_speaks_for_its_first_completion():
+def test_the_fields_of_an_output_are_those_of_its_first_completion():
     found = answer(SamplingParams(max_tokens=6, temperature=1.5, seed=3, n=3, logprobs=1))
     first, last = found.completions[0], found.completions[-1]
     assert first.token_ids != last.token_ids
@@ -297,7 +297,7 @@ def test_an_output_speaks_for_its_first_completion():
     )
 
 
-def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_checks_the_plan_of_every_step(monkeypatch: pytest.MonkeyPatch):
     seen = []
     engine = tiny_engine.engine(max_total_tokens=500)  # certifies the model, with plans of its own
     monkeypatch.setattr(runner, "check", lambda plan, pages: seen.append(pages))
@@ -326,7 +326,7 @@ def test_a_scale_is_divided_out_in_a_cache_of_full_precision_too():
         (8193, 20_000, ((0, 5), (59, 69), (288, 307), (497, 527))),
     ],
 )
-def test_rows_are_proven_on_both_sides_of_a_tile_a_split_and_a_window(
+def test_rows_are_certified_on_both_sides_of_a_tile_a_split_and_a_window(
     window: int | None, limit: int, runs: tuple[tuple[int, int], ...]
 ):
     assert Edges.of([group(window=window)], limit) == Edges(min(limit, 576), runs)

@@ -40,7 +40,7 @@ def one_thread():
 
 
 @pytest.mark.parametrize("block", range(16))
-def test_every_request_of_a_random_trace_is_its_lone_run(block):
+def test_every_request_of_a_random_trace_has_the_bits_of_its_lone_run(block):
     each = TRACES // 16
     happened = fuzz.Counter()
     for seed in range(block * each, (block + 1) * each):
@@ -52,7 +52,7 @@ def test_every_request_of_a_random_trace_is_its_lone_run(block):
     assert happened["forked"] > 0
 
 
-def test_an_engine_that_nobody_has_is_gone_at_once_with_the_memory_of_its_steps():
+def test_an_unreferenced_engine_and_its_step_memory_are_freed_without_the_garbage_collector():
     gc.collect()
     gc.disable()
     try:
@@ -65,7 +65,7 @@ def test_an_engine_that_nobody_has_is_gone_at_once_with_the_memory_of_its_steps(
         gc.enable()
 
 
-def test_the_traces_preempt_by_themselves():
+def test_traces_with_a_small_cache_preempt_requests():
     happened = fuzz.Counter()
     for seed in (
         s
@@ -100,7 +100,7 @@ def same(a: Output, b: Output) -> bool:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [15, 16, 17, 32, 33])
-def test_a_cache_hit_is_a_miss_at_page_boundaries(page_size, length):
+def test_a_cache_hit_has_the_bits_of_a_miss_at_page_boundaries(page_size, length):
     engine = tiny_engine.engine(page_size=page_size, max_total_tokens=2000)
     prompt = PROMPT[:length]
     cold, warm = run(engine, prompt, PARAMS), run(engine, prompt, PARAMS)
@@ -110,7 +110,7 @@ def test_a_cache_hit_is_a_miss_at_page_boundaries(page_size, length):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 39, 512])
-def test_any_chunk_size(chunk):
+def test_any_chunk_size_gives_the_same_bits(chunk):
     want = run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
     assert same(
         run(tiny_engine.engine(max_total_tokens=2000, chunked_prefill_size=chunk), PROMPT, PARAMS),
@@ -132,7 +132,7 @@ def test_preemption_every_two_steps_changes_nothing():
     engine.check()
 
 
-def test_n_completions_are_n_requests():
+def test_n_completions_have_the_bits_of_n_requests():
     engine = tiny_engine.engine(max_total_tokens=2000)
     three = run(engine, PROMPT, replace(PARAMS, n=3))
     assert len({c.token_ids for c in three.completions}) > 1
@@ -142,7 +142,7 @@ def test_n_completions_are_n_requests():
         assert alone.logprobs.tobytes() == completion.logprobs.tobytes()
 
 
-def test_scores_are_the_bits_of_generation():
+def test_scores_have_the_bits_of_generation():
     engine = tiny_engine.engine(max_total_tokens=2000)
     out = run(engine, PROMPT, PARAMS)
     job = engine.add(
@@ -155,7 +155,7 @@ def test_scores_are_the_bits_of_generation():
     assert scores[len(PROMPT) :].tobytes() == out.logprobs.tobytes()
 
 
-def test_an_aborted_neighbour_leaves_no_trace():
+def test_an_aborted_neighbour_changes_no_bit_of_a_request():
     engine = tiny_engine.engine(max_total_tokens=2000)
     want = run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
     job, other = engine.add(PROMPT, PARAMS), engine.add(PROMPT[:20], PARAMS)
@@ -240,7 +240,7 @@ def llm() -> LLM:
     return LLM(max_total_tokens=8192, context_length=1024)
 
 
-def test_the_built_in_model_writes_python_and_says_what_it_is(llm):
+def test_the_built_in_model_generates_text_with_a_certified_fingerprint(llm):
     (out,) = llm.generate(
         "def binary_search(items, target):\n",
         SamplingParams(max_tokens=48, temperature=0, logprobs=True),
@@ -252,13 +252,13 @@ def test_the_built_in_model_writes_python_and_says_what_it_is(llm):
     assert "certificate=" in out.fingerprint and "certificate=none" not in out.fingerprint
 
 
-def test_the_text_of_an_output_is_its_first_completions(llm):
+def test_the_text_of_an_output_is_that_of_its_first_completion(llm):
     (out,) = llm.generate("def", SamplingParams(max_tokens=8, temperature=1.0, seed=1, n=3))
     texts = [each.text for each in out.completions]
     assert out.text == texts[0] and len({*texts}) == 3, texts
 
 
-def test_a_stream_is_the_unary_answer(llm):
+def test_a_stream_yields_the_text_and_tokens_of_generate(llm):
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=1, stop=["return"])
     (out,) = llm.generate("def add(a, b):\n", params)
     chunks = list(llm.stream("def add(a, b):\n", params))
@@ -268,7 +268,7 @@ def test_a_stream_is_the_unary_answer(llm):
     assert "return" not in out.text
 
 
-def test_a_stream_that_is_left_frees_its_pages(llm):
+def test_an_abandoned_stream_frees_its_pages(llm):
     for _ in llm.stream("import os\n", SamplingParams(max_tokens=64, seed=0)):
         break
     assert not llm.engine.busy
@@ -286,7 +286,7 @@ def test_scoring_and_embedding_texts(llm):
     assert llm.embed(["import os"])[0].tobytes() == vectors[0].tobytes()
 
 
-def test_one_bad_prompt_of_a_batch_refuses_the_batch_and_leaves_nothing_behind(llm):
+def test_one_bad_prompt_refuses_the_whole_batch_and_leaves_no_request(llm):
     with pytest.raises(RuleError, match="at most 1024 tokens; got 5000"):
         llm.generate(["import os", [5] * 5000], SamplingParams(max_tokens=4, seed=0))
     assert not llm.engine.busy
@@ -299,7 +299,7 @@ def test_the_built_in_model_is_small():
     assert weights.stat().st_size <= 2 * 8_000_000 + 65536
 
 
-def test_the_built_in_config_states_what_transformers_would_read():
+def test_the_built_in_config_states_every_field_that_transformers_would_default():
     """Lockstep reads config.json directly, so that a first token does not wait for transformers. So
     no field may depend on a default of transformers."""
     from transformers import AutoConfig
@@ -357,7 +357,7 @@ def same_bits(a, b) -> bool:
     return a.tobytes() == b.tobytes()
 
 
-def test_items_of_an_encoder_decoder_are_targets(bart):
+def test_items_of_an_encoder_decoder_are_scored_as_its_targets(bart):
     _, llm = bart
     source = [7, 8, 9]
     (out,) = llm.generate(
@@ -404,7 +404,7 @@ def test_bad_items_are_refused_and_the_next_request_is_right(items, rule):
     assert llm.generate("def", SamplingParams(max_tokens=4, temperature=0))[0].token_ids == want
 
 
-def test_a_stop_string_that_only_the_end_completes_is_a_stop():
+def test_a_stop_string_completed_by_the_end_of_the_text_is_a_stop():
     """A byte that is no character becomes text only when no token follows. The reason used to be
     the length."""
     from lockstep.lab.tiny import LLAMA, parts

@@ -151,7 +151,7 @@ def test_a_package_found_twice_on_the_path_is_one_package(tmp_path, monkeypatch)
     assert select.names()[-1] == "fast"
 
 
-def test_the_fingerprint_names_the_distribution_of_somebody_elses_backend(tmp_path, monkeypatch):
+def test_the_fingerprint_names_the_distribution_of_a_third_party_backend(tmp_path, monkeypatch):
     install(tmp_path, "thirdparty", "fast")
     monkeypatch.syspath_prepend(tmp_path)
     theirs = LLM(max_total_tokens=64, attention_backend="fast").fingerprint

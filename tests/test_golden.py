@@ -24,11 +24,11 @@ def test_every_recorded_answer_still_has_its_bits():
     assert len(found) >= 300
 
 
-def test_every_model_type_has_answers():
+def test_every_model_type_has_recorded_answers():
     assert sorted(MODELS) == model_types()
 
 
-def test_a_changed_bit_a_lost_request_and_unknown_versions_are_told(tmp_path: Path):
+def test_a_changed_bit_a_lost_request_and_unknown_versions_are_reported(tmp_path: Path):
     file = tmp_path / "golden.json"
     paths = dict.fromkeys(golden.PATHS, 1)
     answers = {"a/0": {"tokens": [[1, 2]], "logprobs": ["00"]}, "a/1": {"logprobs": ["01"]}}
@@ -58,7 +58,7 @@ def test_a_changed_bit_a_lost_request_and_unknown_versions_are_told(tmp_path: Pa
         ("", "--write", "can be written; got --file .*Is a directory"),
     ],
 )
-def test_a_file_that_is_none_is_found_out_before_the_work(
+def test_an_invalid_golden_file_is_reported_before_the_work_begins(
     file: str, line: str, message: str, tmp_path: Path, monkeypatch, capsys
 ):
     monkeypatch.setattr(golden, "answers", lambda *_: pytest.fail("it was worked"))
@@ -66,12 +66,12 @@ def test_a_file_that_is_none_is_found_out_before_the_work(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_answers_that_took_no_detour_are_not_recorded(tmp_path: Path):
+def test_answers_are_not_recorded_unless_every_path_was_taken(tmp_path: Path):
     with pytest.raises(RuleError, match="none by preempted"):
         golden.record(tmp_path / "golden.json", {}, {"hit_tokens": 3, "forked": 1})
 
 
-def test_a_tensor_follows_from_its_name():
+def test_the_values_of_a_tensor_are_a_function_of_its_name():
     first, again = (
         golden.draw_tensor("model.layers.0.mlp.up_proj.weight", (3, 5)) for _ in range(2)
     )

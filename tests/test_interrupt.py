@@ -132,7 +132,7 @@ def test_the_lab_notices_an_engine_that_does_not_recover(monkeypatch, of, name, 
     )
 
 
-def test_a_traceback_that_is_kept_keeps_no_request():
+def test_a_kept_traceback_keeps_no_request():
     """A notebook keeps the last traceback, and with it all local variables of the call that was
     stopped."""
     model = llm()
@@ -150,7 +150,7 @@ def test_a_traceback_that_is_kept_keeps_no_request():
     assert kept
 
 
-def test_a_call_that_ends_without_its_last_words_leaves_no_request(monkeypatch):
+def test_a_request_of_a_call_interrupted_in_its_finally_is_removed_by_the_next_call(monkeypatch):
     """The interrupt is raised in the call's own `finally`, and the traceback is kept."""
     model = llm()
     kept = []
@@ -191,7 +191,7 @@ class Failing:
 
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
-def test_a_step_that_fails_has_not_happened(tiny, at):
+def test_a_failed_step_repeats_and_loses_no_score(tiny, at):
     """A step fails half way through the scores of a prompt and of items: no score is repeated or
     missing, and every request continues."""
     model = llm(tiny, chunked_prefill_size=24 if tiny is BART else 5, graphs=False)
@@ -222,7 +222,7 @@ def test_a_step_that_fails_has_not_happened(tiny, at):
     assert interrupt.check_idle(engine) == []
 
 
-def test_what_was_refused_costs_no_cache():
+def test_a_refused_call_evicts_nothing_from_the_prefix_cache():
     model = llm(max_total_tokens=512)
     model.generate([PROMPT], PARAMS)
     with pytest.raises(RuleError):
@@ -237,7 +237,7 @@ def test_what_was_refused_costs_no_cache():
 # -- streams ---------------------------------------------------------------------------------------
 
 
-def test_a_call_inside_the_loop_of_a_stream_takes_nothing_from_it():
+def test_a_call_inside_the_loop_of_a_stream_takes_no_tokens_from_it():
     """`generate` used to compute the stream's tokens too, and the stream ended without them."""
     model, chunks = llm(), []
     for chunk in model.stream(PROMPT, PARAMS):
@@ -250,7 +250,7 @@ def test_a_call_inside_the_loop_of_a_stream_takes_nothing_from_it():
 
 
 @pytest.mark.parametrize("second", [3, 10, 25])
-def test_streams_side_by_side_are_what_each_is_alone(second):
+def test_streams_read_side_by_side_yield_what_each_yields_alone(second):
     model, params = llm(), replace(PARAMS, max_tokens=second, n=2)
     one, two = model.stream(PROMPT, PARAMS), model.stream(OTHER, params)
     pairs = list(zip_longest(one, two))
@@ -264,7 +264,7 @@ def test_streams_side_by_side_are_what_each_is_alone(second):
     assert interrupt.check_idle(model.engine) == []
 
 
-def test_streams_that_take_turns_lose_nothing():
+def test_streams_read_alternately_lose_nothing():
     model = llm()
     streams = {
         i: model.stream(prompt, PARAMS) for i, prompt in enumerate((PROMPT, OTHER, PROMPT[:7]))
@@ -285,7 +285,7 @@ def test_streams_that_take_turns_lose_nothing():
 
 
 @pytest.mark.parametrize("how", ["break", "close", "throw", "forget"])
-def test_a_stream_that_is_left_takes_its_request_with_it_and_no_other(how):
+def test_an_abandoned_stream_removes_its_request_and_no_other(how):
     model = llm()
     other = model.stream(OTHER, PARAMS)
     chunks = [next(other)]
@@ -309,7 +309,7 @@ def test_a_stream_that_is_left_takes_its_request_with_it_and_no_other(how):
     assert interrupt.check_idle(model.engine) == []
 
 
-def test_a_stream_that_is_left_computes_no_row_more_when_another_goes_on():
+def test_a_closed_stream_computes_no_more_rows_while_another_continues():
     model = llm()
     other, left = model.stream(OTHER, PARAMS), model.stream(PROMPT, PARAMS)
     chunks = [next(other)]
@@ -320,7 +320,7 @@ def test_a_stream_that_is_left_computes_no_row_more_when_another_goes_on():
     assert joined([*chunks, *other]) == whole(alone(OTHER))
 
 
-def test_a_stream_that_is_never_read_asks_for_nothing():
+def test_a_stream_adds_its_request_only_when_it_is_read():
     model = llm()
     stream = model.stream(PROMPT, PARAMS)
     assert not model.engine.busy
@@ -330,7 +330,7 @@ def test_a_stream_that_is_never_read_asks_for_nothing():
 # -- threads ---------------------------------------------------------------------------------------
 
 
-def test_threads_get_their_answers_with_their_bits():
+def test_threads_get_the_answers_of_lone_runs():
     model = llm()
     prompts = [PROMPT, OTHER, PROMPT[:9], OTHER[:5]]
     answers: dict[int, list] = {i: [] for i in range(4)}
@@ -352,7 +352,7 @@ def test_threads_get_their_answers_with_their_bits():
     assert interrupt.check_idle(model.engine) == []
 
 
-def test_a_thread_that_ended_inside_its_turn_holds_nobody_up():
+def test_a_thread_that_ended_inside_its_turn_blocks_no_other_thread():
     queue: list[Turn] = []
 
     def enter():
@@ -420,7 +420,7 @@ def one_at_a_time(monkeypatch):
     monkeypatch.setattr(threads, "CORES", 1)
 
 
-def test_who_leaves_room_for_another_waits_for_nobody(monkeypatch):
+def test_an_engine_that_leaves_cores_for_another_takes_no_ticket(monkeypatch):
     """Two engines with a thread each used to take turns on two processors."""
     monkeypatch.setattr(threads, "CORES", 2)
     with threads.limited(1), threads.engine_turn():
@@ -430,7 +430,7 @@ def test_who_leaves_room_for_another_waits_for_nobody(monkeypatch):
     assert threads.TICKETS == []
 
 
-def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_time):
+def test_engine_turns_are_taken_in_order_and_one_at_a_time(monkeypatch, one_at_a_time):
     monkeypatch.setattr(threads, "PATIENCE_S", 60)
     inside, most, order = 0, 0, []
 
@@ -454,7 +454,7 @@ def test_the_floor_goes_round_in_order_to_one_at_a_time(monkeypatch, one_at_a_ti
     assert longest < 20, "nobody has it all the time while others wait"
 
 
-def test_a_floor_that_was_lost_or_is_held_for_long_costs_one_wait(one_at_a_time):
+def test_an_engine_turn_that_was_lost_or_is_held_for_long_costs_one_wait(one_at_a_time):
     kept = [threads.engine_turn(), threads.engine_turn()]
     thread = threading.Thread(target=kept[0].__enter__)  # never left
     thread.start()
@@ -480,7 +480,7 @@ def test_an_engine_that_is_called_inside_a_step_of_another_waits_once(one_at_a_t
     assert threads.TICKETS == []
 
 
-def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch, one_at_a_time):
+def test_an_interrupt_while_waiting_for_an_engine_turn_leaves_no_ticket(monkeypatch, one_at_a_time):
     monkeypatch.setattr(threads, "PATIENCE_S", 60)
     main, theirs = threading.main_thread().ident, threading.Lock()
 
@@ -502,7 +502,7 @@ def test_an_interrupt_while_one_waits_for_the_floor_leaves_no_ticket(monkeypatch
 
 
 @pytest.mark.parametrize("turn_ns", [0, 10**12])
-def test_a_call_that_releases_the_lock_keeps_the_floor(monkeypatch, one_at_a_time, turn_ns):
+def test_a_call_that_releases_the_gil_keeps_the_engine_turn(monkeypatch, one_at_a_time, turn_ns):
     monkeypatch.setattr(threads, "TURN_NS", turn_ns)
     seen = []
     for call in ("call", "released"):
@@ -536,7 +536,7 @@ def test_a_higher_priority_is_answered_first_with_the_same_bits():
     ]
 
 
-def test_bad_priorities_and_tenants_are_one_line():
+def test_bad_priorities_and_tenants_are_reported_in_one_line():
     model = llm()
     with pytest.raises(
         RuleError, match="one priority for all prompts or one for each; got 1 for 2 prompts"

@@ -122,7 +122,7 @@ def test_a_good_parameter_is_accepted(good: dict[str, Any]):
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_values_are_kept_in_one_form():
+def test_parameters_are_stored_in_one_normal_form():
     params = SamplingParams(
         stop="end",
         stop_token_ids=[3, 1, 3],
@@ -141,7 +141,7 @@ def test_values_are_kept_in_one_form():
     ]
 
 
-def test_unknown_names_are_refused_with_the_nearest():
+def test_unknown_parameters_are_refused_with_the_nearest_name():
     assert SamplingParams.from_dict({"top_k": 3}) == SamplingParams(top_k=3)
     with pytest.raises(RuleError, match=r"got 'temprature'\. Did you mean temperature\?"):
         SamplingParams.from_dict({"temprature": 1})
@@ -277,7 +277,7 @@ CUTS += [(40, 0.95, 0.03), (0, 1.0, 1.0), (2000, 0.5, 0.0)]
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), CUTS)
-def test_cuts_keep_what_plain_numpy_keeps(top_k: int, top_p: float, min_p: float, ties: bool):
+def test_cuts_keep_the_tokens_plain_numpy_keeps(top_k: int, top_p: float, min_p: float, ties: bool):
     x = scores(1, 4, 97)
     x = (x * 2).round() / 2 if ties else x
     x[1, 10:60] = -INF
@@ -336,7 +336,7 @@ def histories(params: list[SamplingParams]) -> list[Row]:
     return [Row(p, 15, 10, tokens[i]) for i, p in enumerate(params)]
 
 
-def test_bias_penalties_and_min_tokens_are_what_plain_numpy_gives():
+def test_bias_penalties_and_min_tokens_have_the_bits_of_plain_numpy():
     rows, x = histories(EDITS), scores(2, len(EDITS), 97)
     before = x.clone()
     out = apply_penalties(x, rows, (0, 96))
@@ -364,7 +364,7 @@ def test_penalties_count_prompt_and_generated_tokens_as_documented():
     ]
 
 
-def test_a_penalised_row_without_its_tokens_is_our_own_mistake():
+def test_a_penalised_row_without_its_tokens_fails_an_assertion():
     with pytest.raises(AssertionError, match="0 tokens before position 5"):
         sample(torch.zeros(1, 4), [Row(replace(SEEDED, presence_penalty=1), 5)])
 
@@ -540,7 +540,7 @@ def test_the_tensor_operations_are_row_invariant_too(vocab: int):
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 5, 255, 256, 257, 4099])
-def test_kernel_and_tensors_give_the_same_bits(vocab: int):
+def test_the_kernel_and_the_tensor_operations_give_the_same_bits(vocab: int):
     rng, x = np.random.default_rng(vocab), scores(vocab + 1, 40, vocab, 3.0)
     x[:20] = (x[:20] * 2).round() / 2
     x[5, : vocab // 2], x[6, 0], x[7], x[8, 0] = -INF, math.nan, -INF, INF
@@ -609,7 +609,7 @@ def test_a_forced_prefix_does_not_change_what_follows():
 # ---- broken rows ----
 
 
-def test_a_broken_row_is_reported_and_the_others_do_not_notice():
+def test_a_broken_row_is_reported_and_no_other_row_changes():
     x, rows = crowd(1021, 16)
     good = results(x, rows)
     broken = x.clone()
@@ -636,7 +636,7 @@ def test_forbidding_every_token_is_an_error_of_that_row():
     assert list(out.errors()) == [0] and out.token_ids.tolist() == [-1, 0]
 
 
-def test_empty_batches_and_misfits():
+def test_empty_batches_are_accepted_and_misshapen_logits_refused():
     out = sample(torch.zeros(0, 9), [])
     assert out.token_ids.shape == (0,) and out.errors() == {} and out.logprobs is None
     assert log_probs(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2).top.shape == (0, 2)

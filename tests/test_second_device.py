@@ -73,7 +73,7 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[tuple[
     return [(tuple(out.token_ids), np.array(out.logprobs, np.float32).tobytes()) for out in outs]
 
 
-def test_a_draft_model_is_loaded_where_its_target_is(outside, tmp_path):
+def test_a_draft_model_is_loaded_onto_the_device_of_its_target(outside, tmp_path):
     """It used to be loaded where the options say, which is "auto" if no device was named: on a
     machine with a GPU onto the GPU, although its target was on the CPU."""
     made = parts(tiny.LLAMA, tmp_path / "model")
@@ -88,7 +88,7 @@ def test_a_draft_model_is_loaded_where_its_target_is(outside, tmp_path):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_an_engine_runs_on_it_and_keeps_its_promise(outside, tmp_path, model):
+def test_an_engine_on_a_second_device_keeps_bits_in_any_batch_and_chunk(outside, tmp_path, model):
     """Together, in chunks, on small pages and alone: the same bits, and near the CPU's values."""
     made = parts(model, tmp_path / "model")
     together = Engine(EngineConfig(max_total_tokens=512, page_size=4), made)
@@ -105,14 +105,14 @@ def test_an_engine_runs_on_it_and_keeps_its_promise(outside, tmp_path, model):
     assert near.abs().max() < 0.1, "bfloat16 of the same model"
 
 
-def test_the_same_table_with_one_stale_slot_is_noticed(outside, tmp_path):
+def test_a_second_device_with_one_stale_slot_gives_other_answers(outside, tmp_path):
     made = parts(tiny.LLAMA, tmp_path / "model", "stale")
     stale = answers(Engine(EngineConfig(max_total_tokens=512), made), PROMPTS)
     sound = parts(tiny.LLAMA, tmp_path / "model")
     assert stale != answers(Engine(EngineConfig(max_total_tokens=512), sound), PROMPTS)
 
 
-def test_it_is_certified_and_chosen_by_its_name(outside, tmp_path):
+def test_a_second_device_is_certified_and_chosen_by_its_name(outside, tmp_path):
     tiny.save(replace(tiny.LLAMA, config={"num_hidden_layers": 1}), tmp_path)
     made = load(
         EngineConfig(
@@ -123,7 +123,7 @@ def test_it_is_certified_and_chosen_by_its_name(outside, tmp_path):
     assert made.attention.name == "rowwise", "no other backend takes bfloat16 rows there"
 
 
-def test_a_device_that_is_not_there_and_a_dtype_it_has_not(outside):
+def test_an_unknown_device_and_an_unsupported_dtype_are_refused(outside):
     with pytest.raises(RuleError, match=r"is one of cpu, cuda, rowwise, stale; got 'rowwis'"):
         select("rowwis")
     with pytest.raises(RuleError, match="dtype on rowwise is one of bfloat16; got 'float32'"):

@@ -158,7 +158,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path):
         ),
     ],
 )
-def test_a_rubbish_tokenizer_is_one_line(tmp_path: Path, content: bytes, line: str):
+def test_an_invalid_tokenizer_is_reported_in_one_line(tmp_path: Path, content: bytes, line: str):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(RuleError) as error:
         Tokenizer.from_folder(tmp_path)
@@ -180,7 +180,7 @@ def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path,
     assert str(error.value) == f"{got} Replace the link by the file."
 
 
-def test_a_folder_without_tokenizer_json_has_no_tokenizer(tmp_path: Path):
+def test_a_folder_without_tokenizer_json_is_refused(tmp_path: Path):
     with pytest.raises(RuleError, match=r"a model folder holds tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
 
@@ -234,7 +234,7 @@ def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_a_replacement_character_at_the_end_of_a_prompt_is_not_said_again(make: Any):
+def test_a_replacement_character_at_the_end_of_a_prompt_is_not_repeated(make: Any):
     """The user's own U+FFFD used to be taken for the start of a character, and began every
     answer."""
     tokenizer = make()
@@ -264,7 +264,7 @@ def test_a_prompt_that_ends_in_many_tokens_without_text_keeps_the_answers_space(
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_the_bytes_that_continue_a_character_are_found(make: Any):
+def test_a_prompt_that_ends_inside_a_character_is_recognised(make: Any):
     tokenizer = make()
     lead = {"E0": "\u0800", "ED": "\ud000", "F0": "\U00010000", "F4": "\U00100000", "C3": "é"}
     assert len(tokenizer.continuation_ids) == 2
