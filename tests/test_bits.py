@@ -21,7 +21,7 @@ def job(name: str = "qwen3", *paths: str) -> bits.Job:
 
 
 @pytest.mark.parametrize("name", bits.SMALL)
-def test_no_log_probability_differs_by_any_path_of_a_small_model(name):
+def test_no_log_probability_differs_between_the_paths_of_a_small_model(name):
     found = bits.measured(job(name))
     assert bits.faults({name: found}, {"model": 50, "path": 50}) == []
     assert list(found["paths"]) == list(bits.PATHS)
@@ -47,7 +47,7 @@ def test_a_path_that_changes_answers_or_is_not_taken_is_a_fault(monkeypatch):
     assert fault == "qwen3, preemption: preempted is 0: the path was not taken"
 
 
-def test_a_log_probability_differs_by_its_token_its_bits_or_by_being_no_number():
+def test_a_log_probability_differs_by_its_token_or_bits_or_if_it_is_nan_or_missing():
     want = bits.bits_of([1, 2, 3], np.array([-1.0, -2.0, -0.0]))
     assert bits.differing(want, want) == 0
     assert bits.differing(bits.bits_of([1, 2, 3], [-1.0, -2.0, 0.0]), want) == 1, "-0 is not 0"
@@ -69,7 +69,7 @@ def test_no_log_probability_at_all_is_a_fault_of_small_models_too():
     assert told == ["m, page: 0, not 1", "page: 0 over all models, not 1"]
 
 
-def test_the_command_writes_what_it_found(tmp_path, capsys):
+def test_lab_bits_writes_its_findings_as_json(tmp_path, capsys):
     out = tmp_path / "bits.json"
     chosen = ["--model", "gpt_oss", "--path", "graph,overlap"]
     assert cli.main(["lab", "bits", "--small", *chosen, "--json", str(out)]) == 0

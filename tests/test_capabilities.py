@@ -117,13 +117,13 @@ def reports() -> dict[str, Any]:
     return found
 
 
-def test_the_models_are_of_every_type_and_of_the_sizes_that_differed():
+def test_the_models_cover_every_type_and_the_sizes_that_once_differed():
     assert sorted({config["model_type"] for config in MODELS.values()}) == model_types()
     assert {"gemma3_text-56", "qwen3-128", "llama-112", "llama-20"} <= set(MODELS)
 
 
 @pytest.mark.parametrize("setting", list(NEEDS))
-def test_a_process_computes_as_it_was_told(setting: str, reports: dict[str, Any]):
+def test_a_worker_process_uses_the_instructions_it_was_given(setting: str, reports: dict[str, Any]):
     if lacking(setting):
         pytest.skip(f"{setting}: this processor has no {', '.join(lacking(setting))}")
     report = reports[setting]
@@ -133,7 +133,7 @@ def test_a_process_computes_as_it_was_told(setting: str, reports: dict[str, Any]
 
 
 @pytest.mark.parametrize(("setting", "name"), PAIRS)
-def test_bits_and_fingerprints_are_those_of_a_processor_without_vectors(
+def test_bits_and_fingerprints_do_not_depend_on_vector_instructions(
     setting: str, name: str, reports: dict[str, Any]
 ):
     if lacking(setting):
@@ -148,7 +148,7 @@ def test_bits_and_fingerprints_are_those_of_a_processor_without_vectors(
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_torch_only_moves_the_numbers_of_a_row_or_rounds_each_once(name: str):
+def test_torch_only_moves_or_compares_the_numbers_of_a_row_or_rounds_each_once(name: str):
     """Sums, means, matrix products, powers and exponentials of torch have vector bodies and scalar
     tails, and orders of their own."""
     found = {operator.removeprefix("aten.") for operator in operators(name)}

@@ -78,7 +78,7 @@ def test_padded_steps_are_certified(model, monkeypatch):
     assert sum(map(bool, padded)) > 50
 
 
-def test_a_window_beyond_the_first_split_is_crossed_over_copied_keys():
+def test_a_window_beyond_the_first_split_is_certified_over_copied_keys():
     loaded = stretched(tiny.QWEN3, sliding_window=1000)
     edges = Edges.of(loaded.model.groups(), loaded.model.max_position)
     assert {995, 999, 1000, 1004, 1059, 1065} <= set(edges.positions)
@@ -195,7 +195,7 @@ def test_a_backend_that_is_wrong_in_half_full_tiles_only_is_not_certified():
         certificates.certify(loaded.model, ShortChunks(), loaded.info)
 
 
-class LongAmongOthers(Misaligned):
+class LongInBatch(Misaligned):
     """The CPU backend, wrong in the last bits where a whole request that crosses a split, at 512
     keys, has company."""
 
@@ -210,19 +210,19 @@ class LongAmongOthers(Misaligned):
     [(tiny.LLAMA, "embeddings of 4 lengths"), (tiny.BART, "sources of 4 lengths")],
     ids=["llama", "bart"],
 )
-def test_a_backend_that_is_wrong_in_long_sources_among_others_is_not_certified(model, what):
+def test_a_backend_that_is_wrong_in_a_long_request_of_a_batch_is_not_certified(model, what):
     loaded, config = stretched(model), EngineConfig(chunked_prefill_size=64)
     with pytest.raises(NotCertified, match=what):
-        certificates.certify(loaded.model, LongAmongOthers(), loaded.info, config)
+        certificates.certify(loaded.model, LongInBatch(), loaded.info, config)
 
 
-def test_a_backend_that_promises_no_bits_has_nothing_to_prove():
+def test_a_backend_that_promises_no_bits_gets_the_certificate_none():
     loaded = stretched(tiny.LLAMA)
     assert certificates.certify(loaded.model, select.load("reference"), loaded.info) == "none"
 
 
 @pytest.mark.parametrize("limit", [1, 7, 40, 64, 65, 160, 513])
-def test_a_short_context_is_certified_as_far_as_it_reaches(limit):
+def test_a_short_context_is_certified_up_to_its_last_position(limit):
     loaded = tiny.loaded(
         replace(tiny.QWEN3, config={**tiny.QWEN3.config, "max_position_embeddings": limit})
     )
@@ -231,7 +231,7 @@ def test_a_short_context_is_certified_as_far_as_it_reaches(limit):
     assert refusal(loaded) == ""
 
 
-def test_edges_are_those_of_the_devices_own_order():
+def test_the_certified_edges_are_those_of_the_device_class():
     def runs(d: int, device_class: str) -> tuple[tuple[int, int], ...]:
         spec = GroupSpec(Layout.DENSE, 2, 2, d, d, (AttnSpec(1.0),))
         return Edges.of([spec], 4096, device_class).runs
@@ -255,7 +255,7 @@ def test_the_row_counts_are_all_multiples_of_64_and_the_largest_step():
 
 
 @pytest.mark.parametrize("kind", certificates.KINDS)
-def test_every_kind_of_step_has_the_rows_it_says(kind):
+def test_certified_steps_of_every_kind_cover_the_given_positions(kind):
     positions = [0, 1, 2, 59, 60, 61, 62, 63, 64, 500, 511, 512, 513, 0, 1]
     made = ranges(kind, positions)
     assert sum(p.rows for p in made) == len(positions)
@@ -269,5 +269,5 @@ def test_every_kind_of_step_has_the_rows_it_says(kind):
     assert consecutive([1, 2, 3, 9]) == [(1, 4), (9, 10)]
 
 
-def test_a_chunk_beyond_measure_does_not_hold_up_the_load():
+def test_a_huge_chunked_prefill_size_does_not_delay_the_load():
     assert refusal(tiny.loaded(tiny.LLAMA), chunked_prefill_size=2**31 - 1) == ""

@@ -24,7 +24,7 @@ def work(job: str) -> str:
     return f"{job} done, threads {os.environ['OMP_WAIT_POLICY'].lower()}"
 
 
-def test_the_dead_and_the_late_are_answers():
+def test_a_job_whose_process_died_or_timed_out_has_an_answer():
     answers = dict(
         isolate.run(
             work, ["die", "one", "hang", "two"], 2, lambda job: 1.0 if job == "hang" else 100.0
@@ -38,6 +38,6 @@ def test_the_dead_and_the_late_are_answers():
     )
 
 
-def test_an_error_of_the_lab_itself_comes_through():
+def test_an_error_of_the_lab_itself_is_raised():
     with pytest.raises(RuleError, match="a rule; got a break"):
         list(isolate.run(work, ["rule"], 1, lambda job: 100.0))

@@ -49,7 +49,7 @@ def outsider(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_an_outside_backend_with_a_window_off_by_one_is_red_in_window_cells_only(outsider):
+def test_a_third_party_backend_with_a_window_off_by_one_fails_window_cells_only(outsider):
     judged = []
     for feature in ("window", "window-sinks", "dense", "sinks"):
         command = [
@@ -78,7 +78,7 @@ def test_an_outside_backend_with_a_window_off_by_one_is_red_in_window_cells_only
     assert sum(c["verdict"] == "failed" for c in judged) >= 30
 
 
-def test_every_pair_that_makes_sense_is_there():
+def test_every_recipe_and_every_feature_has_cells_of_both_backends():
     pairs = Counter((c.recipe, c.feature) for c in cells(["cpu", "reference"]))
     assert sum(pairs.values()) >= 400
     assert set(pairs.values()) == {2}
@@ -100,7 +100,7 @@ def test_every_pair_that_makes_sense_is_there():
         "reference/fork/latent-22",
     ],
 )
-def test_a_cell_passes_and_says_what_it_saw(cell):
+def test_a_cell_passes_and_reports_its_findings_and_counters(cell):
     result = run_cell(Cell.parse(cell))
     assert result.verdict == "passed", result.reason
     assert {"value", "lse", "poison", "writes", "guards", "paths"} <= {
@@ -128,7 +128,7 @@ def test_a_cell_that_does_not_exist_is_a_clear_error():
         Cell.parse("cpu/decode")
 
 
-def test_guard_bands_notice_a_write_outside_and_a_changed_input():
+def test_guard_bands_detect_a_write_outside_and_a_changed_input():
     guarded = Guarded()
     storage = guarded.storage((4, 1, 8), torch.float32, torch.device("cpu"))
     rows = guarded.rows(torch.zeros(3, 8))
@@ -144,7 +144,7 @@ def test_guard_bands_notice_a_write_outside_and_a_changed_input():
     )
 
 
-def test_a_guarded_image_stands_in_for_an_arena_always_at_one_address():
+def test_a_guarded_image_replaces_an_arena_and_stays_at_one_address():
     """A runner keeps views of its arena: an image at a second address would not be read."""
     guarded = Guarded()
     addresses = set()
@@ -158,7 +158,7 @@ def test_a_guarded_image_stands_in_for_an_arena_always_at_one_address():
     assert guarded.damage() == ["the band around the plan image was written"]
 
 
-def test_scripts_keep_their_tokens_when_they_are_cut_and_taken_apart():
+def test_scripts_keep_their_tokens_when_chunked_or_reduced_to_one_request():
     script = write(next(r for r in RECIPES if r.name == "fork"), FEATURES[0])
     pieces = chunked(script, 7)
     everything = [u for s in script.steps for a in s for u in getattr(a, "uids", ())]
@@ -173,7 +173,7 @@ def test_scripts_keep_their_tokens_when_they_are_cut_and_taken_apart():
     )
 
 
-def test_the_answer_is_plain_softmax_attention():
+def test_the_answer_of_the_oracle_is_plain_softmax_attention():
     """Checks the oracle itself, against torch on one request."""
     script = Script()
     request = script.open()

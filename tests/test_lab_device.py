@@ -28,7 +28,7 @@ from lockstep.types import Layout, RuleError
 NARROW = Device("cpu", "bfloat16")
 
 
-def test_a_device_has_the_unit_of_its_dtype_and_caches_in_it_unless_asked_otherwise():
+def test_a_device_has_the_rounding_unit_of_its_dtype_and_caches_in_it_by_default():
     assert (CPU.unit, NARROW.unit, Device("cpu", "float16").unit) == (2.0**-24, 2.0**-8, 2.0**-11)
     assert (CPU.flags, NARROW.flags) == ("", " --device cpu --dtype bfloat16")
     kept = {f.name: NARROW.specs(f.groups(16)) for f in FEATURES}
@@ -38,12 +38,12 @@ def test_a_device_has_the_unit_of_its_dtype_and_caches_in_it_unless_asked_otherw
     assert fresh and {g.kv_dtype for g in fresh} == {"float32"}, "nothing is stored"
 
 
-def test_a_device_that_nobody_has_is_an_error_in_one_line():
+def test_an_unknown_device_is_an_error_that_names_it():
     with pytest.raises(RuleError, match="tpu"):
         Device.of("tpu")
 
 
-def test_the_tolerance_of_attention_holds_what_its_dtype_rounds_and_no_three_times_that():
+def test_the_tolerance_of_attention_covers_the_roundings_of_its_dtype_and_is_not_far_wider():
     """Attention weights and outputs are rounded to bfloat16, all else is float64: the error is
     within the tolerance, and not far below it."""
     feature, script = FEATURES[0].on(NARROW), Script()
@@ -68,7 +68,7 @@ def test_the_tolerance_of_attention_holds_what_its_dtype_rounds_and_no_three_tim
     assert bool((distance(far, answer.out) > answer.out_tol[..., None]).all())
 
 
-def test_a_backend_is_told_which_bugs_it_is_not_proven_against(capsys: pytest.CaptureFixture[str]):
+def test_bugs_that_a_backend_is_not_proven_against_are_listed(capsys: pytest.CaptureFixture[str]):
     names = "flashinfer-1148,lockstep-score-chunk,sglang-24097"
     some = ["--backend", "reference", "--name", names, "--workers", "0"]
     assert cli.main(["lab", "reverts", *some]) == 0
@@ -79,7 +79,7 @@ def test_a_backend_is_told_which_bugs_it_is_not_proven_against(capsys: pytest.Ca
     assert "1 reverts in" in said and "1 killed, 0 survived" in said
 
 
-def test_every_revert_of_a_backends_own_text_says_whose_it_is():
+def test_every_revert_of_a_backends_own_code_names_that_backend():
     for revert in map(reverts.load, reverts.names()):
         module = revert.target.partition(":")[0]
         own = module.removeprefix("lockstep.attention.").split(".")[0]
@@ -87,7 +87,7 @@ def test_every_revert_of_a_backends_own_text_says_whose_it_is():
         assert revert.backend == mine, f"{revert.name}: BACKEND = {mine!r}"
 
 
-def test_what_is_switched_on_in_a_trace_is_half_of_them_each_independently():
+def test_each_switch_of_a_trace_is_on_in_half_of_the_traces_independently():
     drawn = Counter(fuzz.draw(seed).switches for seed in range(800))
     names = [c for n in range(4) for c in combinations(fuzz.SWITCHES, n)]
     assert set(drawn) == set(names)
@@ -96,7 +96,7 @@ def test_what_is_switched_on_in_a_trace_is_half_of_them_each_independently():
     assert 360 < sum(fuzz.draw(seed).adaptive for seed in range(800)) < 440
 
 
-def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
+def test_old_traces_keep_their_arrivals_and_bucket_sizes_follow_the_switches():
     trace = fuzz.draw(4711)
     arrivals = [(order.at, order.params.seed) for order in trace.orders]
     assert arrivals[:4] == [(2, 21), (2, 27), (5, 11), (5, 32)], "as it always was"
@@ -109,7 +109,7 @@ def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
             assert len(sizes) == 1 or "buckets" in trace.switches
 
 
-def test_how_deep_a_trace_guesses_follows_from_its_number_and_no_clock():
+def test_the_draft_depths_of_a_trace_follow_from_its_seed_and_not_from_a_clock():
     trace = next(trace for trace in map(fuzz.draw, range(40)) if trace.adaptive)
     first, again = (fuzz.run(trace, fuzz.rig()) for _ in range(2))
     assert first == again and first[0] == [] and first[1]["adaptive_traces"] == 1
@@ -120,7 +120,7 @@ def test_how_deep_a_trace_guesses_follows_from_its_number_and_no_clock():
     assert 0 < guesses[0] < guesses[1], guesses
 
 
-def test_a_failing_trace_is_shrunk_to_what_fails(monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_trace_is_shrunk_to_the_request_that_fails(monkeypatch: pytest.MonkeyPatch):
     six = (trace for trace in map(fuzz.draw, range(200)) if len(trace.orders) == 6)
     trace = next(trace for trace in six if any(order.abort for order in trace.orders))
     culprit = trace.orders[3].prompt
@@ -150,7 +150,7 @@ def rowwise(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("device", "failed"), [("rowwise", 0), ("stale", 2)])
-def test_cells_pass_on_a_device_of_another_package_and_a_stale_slot_turns_them_red(
+def test_cells_pass_on_a_third_party_device_and_fail_on_one_with_a_stale_slot(
     rowwise: dict[str, str], device: str, failed: int
 ):
     """Two cells of the quick matrix represent all of them (docs/lab.md has the command)."""

@@ -69,7 +69,7 @@ def test_pad_rows_are_compared_with_the_pad_request_alone():
     assert world.differing_pads(0, 0, padded, (out, lse)) == [3]
 
 
-def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_is_found():
+def test_a_draft_step_that_shares_a_page_is_refused_and_a_check_that_misses_it_is_found():
     world, computes = draft_world()
     plan = world.plan(computes, (0,))
     pages = (world.pools[0].num_pages,)
@@ -85,7 +85,7 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
         )
 
 
-def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
+def test_a_bucket_takes_its_exact_limit_and_refuses_one_more_with_both_numbers():
     spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
 
     def bucket(*lengths: int) -> Bucket:
@@ -100,7 +100,7 @@ def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
         bucket(9, 1)
 
 
-def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_request_that_is_lost_after_an_error_is_found(monkeypatch: pytest.MonkeyPatch):
     rig = EngineHarness(LLAMA, select.load("cpu"))
     monkeypatch.setattr(
         "lockstep.lab.engine_harness.STEPS", 3
@@ -110,9 +110,7 @@ def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", [n for n in reverts.names() if reverts.load(n).target == SAMPLING])
-def test_a_replaced_text_of_the_sampling_kernel_has_the_parameters_of_the_text_it_stands_for(
-    name: str,
-):
+def test_a_replaced_function_of_the_sampling_kernel_has_the_same_parameters(name: str):
     module = importlib.import_module(f"{reverts.__name__}.{name.replace('-', '_')}")
     own = {
         k: f
@@ -142,7 +140,7 @@ def test_buckets_that_cannot_be_used_are_refused_in_one_line(sizes: object, said
     assert str(error.value).startswith(said)
 
 
-def test_the_command_line_names_buckets():
+def test_bucket_sizes_can_be_given_on_the_command_line():
     args = make_parser().parse_args(["generate", "x", "--bucket-sizes", "1,8,512"])
     assert EngineConfig(bucket_sizes=args.bucket_sizes).bucket_sizes == (1, 8, 512)
     assert EngineConfig.from_names({"bucket_sizes": [512]}).bucket_sizes == (512,)

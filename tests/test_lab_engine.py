@@ -43,14 +43,14 @@ def rig() -> EngineHarness:
         ),
     ],
 )
-def test_a_cell_passes_and_says_what_it_saw(cell: str, properties: set[str]):
+def test_a_cell_passes_and_reports_its_findings_and_counters(cell: str, properties: set[str]):
     result = run_cell(Cell.parse(cell), QUICK)
     assert result.verdict == "passed", result.reason
     assert properties <= {f.name for f in result.findings}
     assert 0 <= result.tolerance_used < 1 and result.counters
 
 
-def test_names_belong_to_one_table_and_every_recipe_is_asked_of_a_model():
+def test_names_belong_to_one_table_and_every_engine_recipe_and_model_has_cells():
     names = [
         [*(r.name for r in table.recipes), *(f.name for f in table.features)] for table in TABLES
     ]
@@ -68,7 +68,7 @@ def test_a_backend_that_promises_no_bits_is_refused_and_the_matrix_says_why_once
     assert page.count(result.reason) == 1 and "| llama " in page
 
 
-def test_a_bug_turns_its_cell_red_by_a_property_and_leaves_again():
+def test_a_revert_fails_its_cell_by_a_property_and_is_undone():
     cell = Cell.parse("cpu/engine-score/qwen3")
     for checks in (True, False):
         with reverts.swapped(reverts.load("lockstep-score-chunk")):
@@ -89,7 +89,7 @@ def test_philox_gives_the_published_words():
     )
 
 
-def test_the_plain_choice_cuts_and_breaks_ties_by_id():
+def test_the_plain_sampler_cuts_tokens_and_breaks_ties_by_id():
     logits = np.array([1, 3, 3, 2], np.float32)
     assert choice.choose(logits, GREEDY, (), 0) == 1
     assert choice.kept(logits, replace(PLAIN, top_k=2)).tolist() == [False, True, True, False]
@@ -108,9 +108,7 @@ def test_poison_in_a_page_that_is_read_is_found(rig: EngineHarness):
     assert rig.faults["poison"] == ["request 0: a logit is NaN"] and rig.faults["batch"]
 
 
-def test_a_lost_page_and_an_exception_are_found_and_what_came_before_is_compared(
-    rig: EngineHarness,
-):
+def test_a_lost_page_and_an_exception_are_found_and_earlier_tokens_are_compared(rig: EngineHarness):
     def lose(engine, jobs, step):
         if step == 2:
             engine.scheduler.pools[0].take(1)
@@ -122,7 +120,7 @@ def test_a_lost_page_and_an_exception_are_found_and_what_came_before_is_compared
     assert rig.faults["raised"] == ["KeyError: 'on purpose'"] and not rig.faults["batch"]
 
 
-def test_the_oracle_sees_a_wrong_token(rig: EngineHarness):
+def test_the_oracle_finds_a_wrong_token(rig: EngineHarness):
     def edit(engine, jobs, step):
         if step == 4:
             jobs[0].request.tokens[-1] = 1 + jobs[0].request.tokens[-1] % (VOCAB - 1)
@@ -140,7 +138,7 @@ def test_the_oracle_sees_a_wrong_token(rig: EngineHarness):
     )
 
 
-def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes_nothing(
+def test_one_forward_suffices_if_the_hint_is_right_and_a_wrong_hint_changes_nothing(
     rig: EngineHarness,
 ):
     order, calls = StoryRequest(words(12), replace(PLAIN, logprobs=2)), list[int]()
@@ -170,7 +168,7 @@ def test_the_alphabet_has_a_text_for_every_token():
     assert letters.decode(letters.encode("😀", False)[:2]) == "�"
 
 
-def test_show_tells_the_steps_of_an_engine_and_what_was_found(capsys: pytest.CaptureFixture[str]):
+def test_lab_show_prints_steps_of_an_engine_and_its_findings(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["lab", "show", f"cpu/engine-score/{LLAMA.name}"]) == 0
     said = capsys.readouterr().out
     for word in (

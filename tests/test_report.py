@@ -84,7 +84,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_page_holds_every_cell_and_case(ran: tuple[Path, Path], which: int):
+def test_the_html_page_has_every_cell_and_case(ran: tuple[Path, Path], which: int):
     doc = json.loads(ran[which].read_text())
     text = ran[which].with_suffix(".html").read_text()
     page = Tags(text)
@@ -114,7 +114,7 @@ def test_the_case_file_shows_what_was_measured(ran: tuple[Path, Path]):
         assert f"<h4>{section}</h4>" in text, section
 
 
-def test_points_code_and_links_in_a_story():
+def test_lists_code_and_links_of_a_case_file_are_rendered():
     made = pages.prose("First,\nof all.\n1. one `x < y`\ngoes on\n2. two\n\nSee a/b#12.")
     assert made == (
         "First, of all.\n1. one <code>x &lt; y</code> goes on\n2. two\n\n"
@@ -147,7 +147,7 @@ def read(text: str) -> dict[str, str]:
     return out
 
 
-def test_the_matrix_reads_back():
+def test_the_matrix_page_contains_every_verdict():
     verdicts = pages.promised(["cpu", "reference"])
     first, second, third = list(verdicts)[:3]
     verdicts |= {
@@ -190,7 +190,7 @@ def test_check_notices_a_stale_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "matrix.md:" in capsys.readouterr().out
 
 
-def test_the_matrix_wants_every_cell_judged_in_full(
+def test_the_matrix_is_not_written_from_a_partial_or_quick_run(
     ran: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert cli.main(["lab", "matrix", "--docs", str(tmp_path), "--from", str(ran[0])]) == 2
@@ -199,7 +199,7 @@ def test_the_matrix_wants_every_cell_judged_in_full(
     assert "a quick run" in capsys.readouterr().err
 
 
-def test_the_committed_pages_are_what_this_code_may_claim(capsys: pytest.CaptureFixture[str]):
+def test_the_committed_pages_claim_only_what_this_code_supports(capsys: pytest.CaptureFixture[str]):
     docs = Path(__file__).parent.parent / "docs"
     code = cli.main(["lab", "matrix", "--check", "--docs", str(docs)])
     assert code == 0, capsys.readouterr().out

@@ -34,13 +34,13 @@ def made() -> reverts.Revert:
     )
 
 
-def test_the_five_seeds_and_many_more_are_there():
+def test_at_least_91_reverts_exist_the_five_seeds_among_them():
     real = [name for name in reverts.names() if not reverts.load(name).equivalent]
     assert len(real) >= 91 and set(SEEDS) <= set(real)
 
 
 @pytest.mark.parametrize("name", reverts.names())
-def test_a_case_file_is_whole_and_its_bug_can_be_put_back(name):
+def test_a_case_file_is_complete_and_its_revert_can_be_applied_and_undone(name):
     revert = reverts.load(name)
     assert revert.source and set(revert.story) == set(reverts.SECTIONS)
     lines = sum(len(text.splitlines()) for text in revert.story.values())
@@ -55,7 +55,7 @@ def test_a_case_file_is_whole_and_its_bug_can_be_put_back(name):
 
 
 @pytest.mark.parametrize("name", reverts.names())
-def test_a_revert_names_cells_that_make_sense_and_cases_that_exist(name):
+def test_a_revert_names_applicable_cells_and_existing_related_cases(name):
     revert = reverts.load(name)
     replays = all(cell.startswith("engine-replay/") for cell in revert.cells)
     assert 1 <= len(revert.cells) <= 3
@@ -68,7 +68,7 @@ def test_a_revert_names_cells_that_make_sense_and_cases_that_exist(name):
 
 
 @pytest.mark.parametrize("name", [n for n in reverts.names() if reverts.load(n).target == KERNEL])
-def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(name):
+def test_a_replaced_function_of_the_attention_kernel_has_the_same_parameters(name):
     module = importlib.import_module(f"{reverts.__name__}.{name.replace('-', '_')}")
     own = {
         k: f
@@ -83,14 +83,14 @@ def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(nam
         ), key
 
 
-def test_a_bug_is_put_wherever_the_function_was_imported():
+def test_a_revert_is_applied_in_every_module_that_imported_the_function():
     right = build.paths
     with reverts.swapped(made()):
         assert build.paths is not right and runner.paths is build.paths
     assert build.paths is right and runner.paths is right
 
 
-def test_a_bug_leaves_after_an_exception():
+def test_a_revert_is_undone_after_an_exception():
     right = build.paths
     with (
         pytest.raises(RuleError, match="at least one and at most all nodes"),
@@ -104,7 +104,7 @@ def test_a_bug_leaves_after_an_exception():
     "target",
     ["lockstep.plan.build:gone", "lockstep.kv.pool:Pool.gone", "lockstep.kv.pool:Gone.move"],
 )
-def test_a_target_that_vanished_is_an_error(target):
+def test_a_revert_whose_target_no_longer_exists_is_an_error(target):
     with (
         pytest.raises(RuleError, match="a revert's target exists"),
         reverts.swapped(replace(made(), target=target)),
@@ -128,7 +128,7 @@ def test_a_case_file_without_a_section_is_an_error():
             reverts.parse("x", whole.replace(f"{section}:\nText.", ""))
 
 
-def test_a_cell_is_green_without_the_bug_red_with_it_and_green_again():
+def test_a_cell_passes_without_the_bug_fails_with_it_and_passes_again():
     cell = Cell.parse("cpu/embed/embed-latent")
     assert run_cell(cell, QUICK).verdict == "passed"
     for checks in (True, False):
