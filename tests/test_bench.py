@@ -89,7 +89,7 @@ def test_the_command_writes_one_document(capsys: pytest.CaptureFixture[str]):
     assert "decode builtin" in said.err
 
 
-def test_a_document_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_results_of_saved_documents_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     low = case(
         case="mixed 100m",
         model="100m",
@@ -120,7 +120,7 @@ def test_a_document_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert any("≤ 6, reached" in row for row in rows)
 
 
-def test_a_disturbed_run_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_disturbed_run_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """With one of two cores taken, a competitor that spins at barriers was twenty times slower: a
     fine ratio, and a wrong one."""
     path = tmp_path / "doc.json"
@@ -151,7 +151,7 @@ def test_a_disturbed_run_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
         ("--threads 4096", "--threads is at most"),
     ],
 )
-def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_a_user_error_prints_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["bench", "engine", *line.split()]) == 2
     said = capsys.readouterr()
     assert (
@@ -166,13 +166,13 @@ def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureF
     ("line", "hint"),
     [("--case decod", "Did you mean decode?"), ("--peer vllm", "none of transformers, none")],
 )
-def test_a_slip_suggests(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_a_bad_case_or_peer_gets_a_hint(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "engine", *line.split()])
     assert stop.value.code == 2 and hint in capsys.readouterr().err
 
 
-def test_curves_without_any_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_curves_missing_in_a_file_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "doc.json"
     path.write_text(json.dumps({"environment": PLACE, "quick": False, "repeat": 3, "cases": []}))
     assert (
@@ -193,7 +193,7 @@ def met(
     return bench.result(timing, "ms", targets, **how)["met"]
 
 
-def test_targets_are_judged_where_they_can_be():
+def test_targets_are_judged_only_in_full_undisturbed_runs():
     assert met({"static": 1.5}) is True
     assert met({"static": 1.6}) is False
     assert met({"continuous": 1.5}) is False, "a peer that gives no number has missed its target"
@@ -203,7 +203,7 @@ def test_targets_are_judged_where_they_can_be():
     assert [met({}, limit=ms) for ms in (18.0, 17.9)] == [True, False]
 
 
-def test_every_case_can_be_printed():
+def test_every_case_of_the_table_can_be_printed():
     targets = [each.get("targets", {}) for each in TABLE["cases"]]
     cases = [case(**{"targets": {}, **each}) for each in TABLE["cases"]]
     for aims, made in zip(targets, cases, strict=True):
@@ -224,7 +224,7 @@ def test_a_disturbed_measurement_is_repeated_with_new_prompts(monkeypatch: pytes
     assert len(timing.runs["a"]) == len(timing.others["a"]) == 2
 
 
-def test_work_is_a_function_of_its_seed():
+def test_prompts_of_a_workload_are_a_function_of_the_seed():
     assert prompts((5, 9), 100, 3) == prompts((5, 9), 100, 3) != prompts((5, 9), 100, 4)
     assert prompts((9,), 100, 3)[0][:5] == prompts((5,), 100, 3)[0], (
         "a shorter prompt is the beginning of a longer one"
@@ -239,7 +239,7 @@ def test_work_is_a_function_of_its_seed():
     )
 
 
-def test_curves_are_drawn_with_their_hardware(tmp_path: Path):
+def test_curves_are_drawn_with_the_name_of_the_hardware(tmp_path: Path):
     """A line may end early; the same numbers give the same file."""
     measured = {
         "requests": {"x": [1, 2], "unit": "u", "context": 128, "lines": {"Lockstep": [1.0, 2.0]}},
@@ -260,7 +260,7 @@ def test_curves_are_drawn_with_their_hardware(tmp_path: Path):
         assert path.read_bytes() == other.read_bytes()
 
 
-def test_time_of_a_step_is_that_of_its_parts_without_what_they_call(monkeypatch):
+def test_the_time_of_a_part_of_a_step_excludes_the_parts_it_calls(monkeypatch):
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -277,7 +277,7 @@ def test_time_of_a_step_is_that_of_its_parts_without_what_they_call(monkeypatch)
     }
 
 
-def test_host_time_is_measured_where_functions_were_imported_to(capsys):
+def test_host_times_are_measured_in_every_module_that_imported_a_function(capsys):
     from lockstep.bench.contender import host_times
     from lockstep.bench.work import Ours
     from lockstep.llm import engine
@@ -310,7 +310,7 @@ def test_two_engines_in_two_threads_have_the_bits_of_one():
     assert torch.get_num_threads() == threads
 
 
-def test_every_switch_is_on_and_off(capsys):
+def test_a_case_of_bench_kernels_is_measured_with_its_switch_on_and_off(capsys):
     assert cli.main(["bench", "kernels", "--quick", "--case", "kept", "--json", "-"]) == 0
     said = capsys.readouterr()
     (row,) = json.loads(said.out)["cases"]

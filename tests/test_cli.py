@@ -96,7 +96,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         ("lab run surplus", "unexpected argument surplus"),
     ],
 )
-def test_a_slip_is_one_line_with_a_suggestion(
+def test_a_misspelt_argument_is_reported_in_one_line_with_a_suggestion(
     line: str, hint: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as stop:
@@ -123,7 +123,7 @@ def test_a_slip_is_one_line_with_a_suggestion(
         ("lab run --list --json -", "--list prints names alone; got --json"),
     ],
 )
-def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_a_user_error_prints_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(line.split()) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1, (
@@ -165,7 +165,7 @@ def writing_commands() -> list[str]:
     return found
 
 
-def test_the_commands_that_write_are_found():
+def test_every_command_that_writes_a_file_is_found():
     assert {
         "generate x --json",
         "lab run --html",
@@ -176,7 +176,7 @@ def test_the_commands_that_write_are_found():
 
 
 @pytest.mark.parametrize("line", writing_commands())
-def test_a_file_that_cannot_be_written_is_found_out_before_the_work(
+def test_an_unwritable_output_file_is_reported_before_the_work_begins(
     line: str, tmp_path: Path, monkeypatch, capsys
 ):
     def work(args: argparse.Namespace) -> int:
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_work(
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_two_outputs_cannot_name_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     where = str(tmp_path / "lab")
     assert cli.main(["lab", "run", *CELL, "--json", where, "--html", where]) == 2
     assert (
@@ -217,7 +217,7 @@ def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_curves_and_pages_are_tried_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_curve_and_page_folders_are_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").touch()
     assert cli.main(["bench", "engine", "--curves", "--svg-dir", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith(
@@ -237,7 +237,7 @@ def test_curves_and_pages_are_tried_too(tmp_path: Path, capsys: pytest.CaptureFi
         "lab show broken/empty/dense",
     ],
 )
-def test_a_backend_whose_import_fails_is_one_line(line: str, monkeypatch, capsys):
+def test_a_backend_whose_import_fails_is_reported_in_one_line(line: str, monkeypatch, capsys):
     found, group = plugins.entry_points, select.BACKENDS.group
     broken = EntryPoint("broken", "no_such_package.backend:Backend", group)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [*found(group=group), broken])
@@ -250,7 +250,7 @@ def test_a_backend_whose_import_fails_is_one_line(line: str, monkeypatch, capsys
     )
 
 
-def test_a_backend_that_is_misspelt_is_one_line(capsys: pytest.CaptureFixture[str]):
+def test_a_misspelt_backend_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["lab", "reverts", "--backend", "cpuu"]) == 2
     assert (
         capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_the_summary_is_readable(capsys: pytest.CaptureFixture[str]):
     assert said[-1].endswith(": all green")
 
 
-def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(
+def test_a_revert_is_announced_and_reaches_the_worker_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     revert = reverts.load("sglang-26513")
@@ -307,7 +307,7 @@ def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(
     )
 
 
-def test_an_unknown_bug_is_an_error(
+def test_an_unknown_revert_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv(reverts.ENVIRONMENT_VARIABLE, "sglang-26513x")
@@ -315,7 +315,7 @@ def test_an_unknown_bug_is_an_error(
     assert "Did you mean sglang-26513" in capsys.readouterr().err
 
 
-def test_show_tells_plan_pages_and_rows(capsys: pytest.CaptureFixture[str]):
+def test_lab_show_prints_plan_pages_and_rows(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["lab", "show", "reference/fork/dense", "--step", "1"]) == 0
     said = capsys.readouterr().out
     for word in (
@@ -351,7 +351,7 @@ def test_without_the_extras_check_env_works_and_the_lab_says_what_is_missing():
     assert "got no module pebble" in line and "lockstep-llm[lab,bench,gpu]" in line
 
 
-def test_a_known_failure_is_known_and_one_that_passes_fails():
+def test_a_known_failure_is_marked_known_and_one_that_passes_fails():
     cell = Cell("cpu", "decode", "dense")
     broken = Result(cell, "failed", "value: off", (Finding("value", False, "off"),))
     listed = {str(cell): "a cause"}

@@ -43,12 +43,12 @@ def test_a_case_is_measured_on_both_trees(capsys: pytest.CaptureFixture[str]):
 
 
 @in_git
-def test_a_commit_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]):
+def test_a_missing_base_commit_is_named(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["bench", "compare", "--base", "no-such-commit", "--case", "step"]) == 2
     assert "--base names a commit of this checkout; got no-such-commit" in capsys.readouterr().err
 
 
-def test_the_cases_are_those_of_the_benchmarks():
+def test_the_compared_cases_are_those_of_the_benchmarks():
     every = names()
     assert len(every) == len(set(every)) == 36 + 8 + 1 + 2
     assert {"decode builtin", "mixed 100m", "step", "load builtin"} <= set(every)
@@ -68,7 +68,7 @@ def compared(
     return judged(case, timings)
 
 
-def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
+def test_a_case_or_a_mean_below_its_floor_is_reported():
     level = compared("a", ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]))
     slow = compared("b", ([0.94, 0.94], [1.0, 1.0]))
     broken = judged("c", [], "RuntimeError: gone")
@@ -81,7 +81,7 @@ def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
     assert line(slow).endswith("940.000 ->   1000.000 ms  x0.940")
 
 
-def test_turns_of_several_starts_count_together():
+def test_several_starts_of_a_case_count_equally():
     starts = ([1.0, 2.0, 9.0], [4.0] * 3), ([8.0] * 3, [1.0, 1.0, 7.0])
     both = compared("a", *starts, others=0.5)
     assert both["old_s"] == [[1.0, 2.0, 9.0], [8.0] * 3] and len(both["new_s"]) == 2
@@ -89,6 +89,6 @@ def test_turns_of_several_starts_count_together():
     assert both["ratio"] == 2.0, "starts count alike, whatever one of them took: 0.5 and 8"
 
 
-def test_loading_is_judged_by_the_seconds_it_takes_longer():
+def test_loading_is_judged_by_the_extra_seconds_it_takes():
     assert compared("load builtin", ([1.0], [1.9]))["met"]
     assert not compared("load builtin", ([1.0], [2.1]))["met"]

@@ -29,7 +29,7 @@ EXAMPLES = {  # file → options that keep it short, and what it must print
 }
 
 
-def test_the_api_pages_build_and_are_what_the_source_says():
+def test_the_api_pages_build_and_match_the_source():
     run = [sys.executable, "tools/api.py", "--check"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_the_api_pages_build_and_are_what_the_source_says():
         "class A:\n    x: Ints  # rows",
     ],
 )
-def test_a_tensor_without_dtype_and_shape_stops_the_pages(text: str):
+def test_a_tensor_documented_without_dtype_and_shape_stops_the_api_pages(text: str):
     module = api.Module("x.py", text.splitlines(), api.ast.parse(text))
     node: Any = module.tree.body[0]
     made = api.klass(module, node) if text[0] == "c" else api.function(module, node, "x", "##")
@@ -77,7 +77,7 @@ def judge(said: list[api.Array], tensors: dict[str, Any]) -> None:
             bind(known, array.shape, tuple(tensor.shape))
 
 
-def test_what_the_page_says_of_attend_is_what_an_engine_passes(monkeypatch: pytest.MonkeyPatch):
+def test_the_documented_arrays_of_attend_are_what_engines_pass(monkeypatch: pytest.MonkeyPatch):
     from lockstep.attention import cpu, select
     from lockstep.config import EngineConfig
     from lockstep.lab import tiny
@@ -107,7 +107,7 @@ def test_what_the_page_says_of_attend_is_what_an_engine_passes(monkeypatch: pyte
     assert {18, 1} <= set(calls)
 
 
-def test_what_the_page_says_of_a_plan_is_what_build_makes():
+def test_the_documented_arrays_of_a_plan_are_those_that_build_makes():
     from lockstep.plan.build import RequestPages, RequestWork, build, table_len
     from lockstep.types import AttnSpec, GroupSpec, Layout
 
@@ -146,7 +146,7 @@ def test_what_the_page_says_of_a_plan_is_what_build_makes():
 
 
 @pytest.mark.parametrize("name", ["LLAMA", "DEEPSEEK", "GPT_OSS", "GEMMA2", "BART"])
-def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
+def test_the_documented_arrays_of_operations_are_those_an_engine_passes_and_gets(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
     from lockstep.attention import select
@@ -202,7 +202,7 @@ def test_every_name_in_the_glossary_is_a_name_in_the_code():
     assert not names - words - {"code", "py", "docs", "md", ""}
 
 
-def test_the_files_that_a_change_touches_exist_and_are_few():
+def test_the_files_listed_for_each_kind_of_change_exist_and_are_few():
     text = (ROOT / "docs" / "design.md").read_text("utf-8")
     table = text.partition("## What a change touches")[2].partition("\n## ")[0]
     counts: dict[str, int] = {}
@@ -219,7 +219,7 @@ def test_the_files_that_a_change_touches_exist_and_are_few():
     assert 0 < counts["a sampling parameter"] <= 5
 
 
-def test_every_example_has_a_run_here():
+def test_every_example_is_run_by_a_test():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
 
 
@@ -238,7 +238,7 @@ def test_an_example_runs(name: str):
     assert said in done.stdout, done.stdout
 
 
-def test_the_hooks_are_what_make_check_runs():
+def test_the_pre_commit_hooks_run_what_make_check_runs():
     recipe = re.search(r"\ncheck:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
     commands = [" ".join(line.split("/")[1].split()[:2]) for line in recipe[1].splitlines()]
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
@@ -246,7 +246,7 @@ def test_the_hooks_are_what_make_check_runs():
     assert [f"entry: .venv/bin/{command}" in hooks for command in commands] == [True] * 3
 
 
-def test_the_ruler_judges_every_file_once_and_names_what_is_too_long():
+def test_the_ruler_counts_every_file_once_and_names_an_exceeded_limit():
     judges = ruler.SHARES[-1]
     lines = {
         "lockstep/plan/step.py": 100,
@@ -263,7 +263,7 @@ def test_the_ruler_judges_every_file_once_and_names_what_is_too_long():
     assert f"{judges.limit + 5} lines; the limit is {judges.limit}" in found
 
 
-def test_measured_figures_count_what_they_say(tmp_path: Path):
+def test_the_code_measures_of_a_small_file_are_right(tmp_path: Path):
     text = '''"""Doc."""
 
 def f(aa, b):

@@ -84,7 +84,7 @@ def test_stop_token_ids_prompt_logprobs_and_graphs_are_options(capsys):
     assert plain["prompt_logprobs"] is None and len(output["prompt_logprobs"]) > 1
 
 
-def test_a_file_of_prompts_that_is_not_utf8_is_one_line(capsys, tmp_path, monkeypatch):
+def test_a_file_of_prompts_that_is_not_utf8_is_reported_in_one_line(capsys, tmp_path, monkeypatch):
     path = tmp_path / "prompts"
     path.write_bytes(b"def\nca\xf6\n")
     code, out, told = run(capsys, "--file", str(path))
@@ -98,7 +98,7 @@ def test_a_file_of_prompts_that_is_not_utf8_is_one_line(capsys, tmp_path, monkey
     assert run(capsys, "--file", "-") == (2, "", told.replace(repr(str(path)), "'-'"))
 
 
-def test_a_document_goes_into_a_folder_that_is_made_for_it(capsys, tmp_path):
+def test_a_json_document_is_written_to_a_folder_that_is_created(capsys, tmp_path):
     path = tmp_path / "not" / "there" / "out.json"
     code, out, _ = run(capsys, "x =", "--max-tokens", "2", "--json", str(path))
     assert code == 0 and out.startswith("--- 'x =' [0]")
@@ -161,7 +161,7 @@ def test_a_document_goes_into_a_folder_that_is_made_for_it(capsys, tmp_path):
     ],
     ids=lambda value: repr(value)[:50],
 )
-def test_a_mistake_is_one_line(capsys, words, rule):
+def test_a_mistake_is_reported_in_one_line(capsys, words, rule):
     code, out, told = run(capsys, *words)
     assert code == 2
     assert rule in told and "Traceback" not in told

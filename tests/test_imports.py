@@ -153,7 +153,7 @@ def offences(source: str, name: str, is_package: bool = False) -> list[str]:
     return out
 
 
-def test_import_order():
+def test_modules_follow_the_import_order():
     found = modules()
     assert len(found) > 1, f"no modules under {PACKAGE}/: this test would pass on nothing"
     bad = [
@@ -189,7 +189,7 @@ def test_import_order():
         ("lockstep.utils", "import os"),
     ],
 )
-def test_the_checker_objects(name: str, source: str):
+def test_the_import_checker_reports_a_violation(name: str, source: str):
     assert len(offences(source, name, is_package=name == PACKAGE)) == 1
 
 
@@ -221,7 +221,7 @@ def test_the_checker_objects(name: str, source: str):
         ),
     ],
 )
-def test_the_checker_allows(name: str, source: str):
+def test_the_import_checker_accepts_allowed_imports(name: str, source: str):
     assert offences(source, name) == []
 
 
@@ -244,7 +244,7 @@ for name in sys.argv[1:]:
     return run.stdout.strip()
 
 
-def test_the_host_half_needs_no_torch():
+def test_the_host_modules_need_no_torch():
     free = tuple(f"{PACKAGE}.{name}" for name in TORCH_FREE)
     names = [
         name

@@ -18,7 +18,7 @@ import picture  # noqa: E402
 import plots  # noqa: E402
 
 
-def test_the_pictures_are_what_the_results_give():
+def test_the_committed_pictures_match_the_results():
     run = [sys.executable, "tools/plots.py", "--check"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_a_result_that_changes_without_its_pictures_is_found(
     assert set(re.findall(r"docs/(\S+\.svg)", capsys.readouterr().err)) == files
 
 
-def test_a_missed_target_is_said_and_drawn():
+def test_a_missed_target_is_counted_and_drawn_hatched():
     reached = picture.Bar("a", 2.0, "2.0", "", target=1.0)
     missed = picture.Bar("b", 0.5, "0.5", "", target=1.0)
     assert picture.verdict([reached]) == "every target is reached"
@@ -72,7 +72,7 @@ def test_a_missed_target_is_said_and_drawn():
     assert picture.render(drawn) == picture.render(drawn)
 
 
-def test_what_no_result_contains_is_what_the_document_states():
+def test_figures_that_no_result_contains_are_stated_in_the_document():
     text = " ".join((DOCS / "performance.md").read_text("utf-8").split())
     stated = plots.STATED
     said = [f"{entry['floor']:,}" for entry in stated["throughput"]["models"]]
