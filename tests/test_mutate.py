@@ -157,8 +157,9 @@ def test_annotations_are_not_mutated(toy: Path):
     assert line_of("START:") in lines, "its value is one"
 
 
-def test_the_id_of_a_mutant_stays_when_lines_above_it_change(toy: Path):
+def test_the_id_of_a_mutant_stays_when_lines_above_it_and_comments_change(toy: Path):
     moved = TOY.replace('"""A toy."""', '"""A toy.\n\nWith more to say.\n"""')
+    moved = moved.replace("return top", "return top  # not x")
     (place,) = (
         p for p in draw.places("toy.py", moved) if p.operator == "ReplaceComparisonOperator_Gt_GtE"
     )
@@ -168,6 +169,9 @@ def test_the_id_of_a_mutant_stays_when_lines_above_it_change(toy: Path):
     one, two = draw.make("toy", before, TOY), draw.make("toy", place, moved)
     assert one is not None and two is not None
     assert (one.id, one.line + 3) == (two.id, two.line)
+    equal = "a = 1\nb = 2\na = 1\n"
+    made = [draw.make("equal", place, equal) for place in draw.places("equal.py", equal)]
+    assert len({m.id for m in made if m is not None}) == len(made) == 6, "equal statements count"
 
 
 def test_no_two_mutants_change_the_same_line_and_all_can_share_a_tree(tmp_path: Path):
@@ -291,7 +295,7 @@ def test_an_error_ends_the_running_jobs_and_their_results_are_unknown(toy: Path,
 
     with pytest.raises(KeyboardInterrupt):
         list(crew.map(work, [False, True]))
-    assert ended == ["the run was ended: what this job came to is not known"]
+    assert ended == ["the run was stopped: the job's outcome is unknown"]
 
 
 def test_a_kill_by_a_test_that_fails_anyway_does_not_count(
@@ -375,4 +379,4 @@ def test_lab_mutate_lists_diffs_and_names_an_unknown_module_or_mutant(
     assert cli.main(["lab", "mutate", "nothing", "--list"]) == 2
     assert "a module is a package or a file of lockstep" in capsys.readouterr().err
     assert cli.main(["lab", "mutate", "kv.tables", "--mutant", "abc", "--list"]) == 2
-    assert "a mutant is one of this draw; got abc" in capsys.readouterr().err
+    assert "--mutant is an id of this draw; got abc" in capsys.readouterr().err

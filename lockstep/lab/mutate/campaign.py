@@ -75,7 +75,7 @@ def measure(crew: Crew, group: Sequence[str]) -> tuple[list[Unit], set[str]]:
     file = pool.file_of(group[0])
     heard = crew.run(Job(group, stop=False, measure=file not in UNSEEN))
     if heard.end:
-        raise RuleError("every unit ends without a mutant", heard.end, f"Mend {file} first")
+        raise RuleError("every unit finishes without a mutant", heard.end, f"Fix {file} first")
     units = [Unit(**told, lines=heard.reached.get(n, {})) for n, told in heard.units.items()]
     return units, {file, *(file for lines in heard.reached.values() for file in lines)}
 
@@ -97,10 +97,8 @@ class Reach:
         import belong to no unit). Fast and specific units (that reach few lines) are first."""
         green = self.green()
         found = [u for u in green if line in u.lines.get(file, ())]
-        shown = (
-            there for here, there in pool.TABLE["compiled_for"].items() if file.startswith(here)
-        )
-        either = {file, next(shown, file)}
+        compiled = pool.TABLE["compiled_for"].items()
+        either = {file, next((caller for here, caller in compiled if file.startswith(here)), file)}
         found = found or [u for u in green if either & set(u.lines)]
         lens = {u.name: sum(map(len, u.lines.values())) for u in found}
         return sorted(found, key=lambda u: (u.seconds + 0.05) * (lens[u.name] + 20))
@@ -115,7 +113,7 @@ class Reach:
                 self.save(group, units, reached)
             return units
 
-        with Progress(len(asked), "lab mutate: who reaches what") as bar:
+        with Progress(len(asked), "lab mutate: coverage") as bar:
             for name, units in zip(asked, crew.map(units_of, asked.values()), strict=True):
                 self.units.update((u.name, u) for u in units)
                 bar.step(name, any(u.outcome == "failed" for u in units))
@@ -236,7 +234,7 @@ class Campaign:
         return {u: told["detail"] if told["outcome"] == "failed" else "" for u, told in heard}
 
     def _meet(
-        self, group: Group, units: Sequence[str], label: str = "by halves", batch: int = BATCH
+        self, group: Group, units: Sequence[str], label: str = "halving", batch: int = BATCH
     ) -> list[str]:
         """Returns the units that are red with a group. Outcomes in the journal are reused."""
         ids = " ".join(sorted(m.id for m in group))
@@ -280,15 +278,11 @@ def run(args: Namespace) -> int:
         return 0
     campaign = played(args, root, mutants)
     rows = [row(m, campaign.journal, known) for m in mutants]
-    head = document.head()
-    doc = {
-        **head,
-        "environment": {**head["environment"], **{name: version(name) for name in TOOLS}},
-        **{key: vars(args)[key] for key in ("seed", "count", "skip", "alone")},
-        "seconds": round(time.perf_counter() - begin, 1),
-        "summary": count(rows),
-        "mutants": rows,
-    }
+    doc = document.head()
+    doc["environment"] |= {name: version(name) for name in TOOLS}
+    doc |= {key: vars(args)[key] for key in ("seed", "count", "skip", "alone")}
+    doc |= {"seconds": round(time.perf_counter() - begin, 1), "summary": count(rows)}
+    doc["mutants"] = rows
     document.publish(args, doc, document.text("mutate.txt", doc=doc))
     return int(doc["summary"]["all"]["open"] > 0)
 
@@ -301,13 +295,13 @@ def chosen(args: Namespace, root: Path) -> list[Mutant]:
     found = [m for m in mutants if m.id in args.mutant]
     if missing := set(args.mutant) - {m.id for m in found}:
         remedy = "See --list with the same modules, --seed and --count"
-        raise RuleError("a mutant is one of this draw", ", ".join(sorted(missing)), remedy)
+        raise RuleError("--mutant is an id of this draw", ", ".join(sorted(missing)), remedy)
     return found
 
 
 def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     work, sources = Path(args.work).resolve(), pool.digests(root)
-    crew = Crew(root, work, args.workers)
+    crew = Crew(root, work, args.workers, pool.TABLE["warm"])
     state = digest(json.dumps(sources, sort_keys=True).encode())
     journal = Journal(work / f"journal-{state}.jsonl")
     for m in mutants if args.mutant else ():  # mutants requested by id are tried again
@@ -336,7 +330,7 @@ def read_verdicts(path: Path) -> Verdicts:
         known = isinstance(verdict, dict) and verdict.get("judgement") in JUDGEMENTS
         if not known or not verdict.get("reason", "").strip():
             rule = f"a verdict has a reason, and a judgement: {', '.join(JUDGEMENTS)}"
-            raise RuleError(rule, f"{path}: {key}: {verdict}", "Mend the file")
+            raise RuleError(rule, f"{path}: {key}: {verdict}", "Correct the file")
     return found
 
 

@@ -6,10 +6,9 @@ the same program, annotations, the `strict=` of zip and a second mutant of a lin
 
 import ast
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -125,23 +124,25 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     from cosmic_ray.mutating import mutate_code
 
     mutated = mutate_code(text, operators()[place.operator], place.occurrence)
-    if mutated is None or same_program(text, mutated):
+    if mutated is None or statements(mutated) in ([], statements(text)):
         return None
     start, stop, new = span(text, mutated)
     short = text[:start] + new.strip() + text[stop:]  # cosmic-ray writes a blank before a number
-    mutated = short if same_program(short, mutated) else mutated
+    mutated = short if statements(short) == statements(mutated) else mutated
     start, stop, new = span(text, mutated)
     first, last = (text.count("\n", 0, at) for at in (start, stop))
     lines = text.splitlines(), mutated.splitlines(), f"a/{place.file}", f"b/{place.file}"
-    diff = "\n".join(difflib.unified_diff(*lines, lineterm=""))
-    label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # ids do not depend on line numbers
+    was, now = statements(text), statements(mutated)
+    at = next(i for i in range(len(was)) if was[i] != now[i])
+    # which of the equal statements, and its change: neither prose nor line numbers change an id
+    change = [place.file, str(was[:at].count(was[at])), was[at], now[at]]
     return Mutant(
-        id=digest(label.encode())[:12],
+        id=digest("\n".join(change).encode())[:12],
         module=name,
         file=place.file,
         line=place.line,
         operator=place.operator,
-        diff=diff,
+        diff="\n".join(difflib.unified_diff(*lines, lineterm="")),
         start=start,
         stop=stop,
         text=new,
@@ -149,12 +150,18 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     )
 
 
-def same_program(text: str, mutated: str) -> bool:
-    """Returns whether nothing changed, or the result does not compile."""
+@lru_cache(maxsize=64)
+def statements(text: str) -> list[str]:
+    """Returns the statements of a program, one line each, without comments and with empty
+    docstrings; none if it does not compile."""
     try:
-        return ast.dump(ast.parse(text)) == ast.dump(ast.parse(mutated))
+        tree = ast.parse(text)
     except (SyntaxError, ValueError):
-        return True
+        return []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ...
+    return ast.unparse(tree).splitlines()
 
 
 def span(text: str, mutated: str) -> tuple[int, int, str]:

@@ -42,7 +42,7 @@ def repository() -> Path:
     """Returns the checkout that this package was imported from."""
     root = Path(__file__).resolve().parents[3]
     if not (root / "tests").is_dir() or not (root / ".git").exists():
-        rule = "mutants are made in a checkout, with its tests"
+        rule = "lab mutate runs in a checkout with tests"
         raise RuleError(rule, f"{root} without tests/ or .git", "Run it in a clone")
     return root
 
@@ -98,9 +98,7 @@ class JobReport:
 class Crew:
     """Runs up to `count` jobs in parallel, on copies of `root` in a work folder."""
 
-    def __init__(
-        self, root: Path, work: Path, count: int, warm: Sequence[str] = TABLE["warm"]
-    ) -> None:
+    def __init__(self, root: Path, work: Path, count: int, warm: Sequence[str]) -> None:
         self.count, self.template = count, work / "template"
         shutil.rmtree(self.template, ignore_errors=True)
         for name in listed(root):
@@ -156,7 +154,7 @@ class Crew:
                 os.killpg(process.pid, signal.SIGKILL)  # and its children
         process.join()
         if self._stopped:
-            raise RuntimeError("the run was ended: what this job came to is not known")
+            raise RuntimeError("the run was stopped: the job's outcome is unknown")
         return heard(tree, late, process.exitcode or 0)
 
 
@@ -173,9 +171,9 @@ def heard(tree: Path, late: bool, code: int) -> JobReport:
     if late:
         out.end = "late"
     elif code == HUNG:
-        out.end = "hangs: it did not end in time"
+        out.end = "hangs: exceeded its time limit"
     elif code:
-        out.end = f"the process was ended (code {code})"  # a negative code is a signal
+        out.end = f"the process died (exit code {code})"  # a negative code is a signal
     for unit in [name for name, told in out.units.items() if told["outcome"] == "running"]:
         told = out.units.pop(unit)
         if not late:
