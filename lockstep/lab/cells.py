@@ -32,7 +32,7 @@ from lockstep.lab.recipes import RECIPES, Recipe
 from lockstep.lab.reverts import Revert
 from lockstep.lab.tiny import BART, LLAMA, MODELS, QWEN3, Tiny, loaded
 from lockstep.progress import Progress
-from lockstep.types import GroupSpec, PlanError, RuleError
+from lockstep.types import GroupSpec, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
 REVERT_S = 120.0  # the same limit with a bug put back: a hang counts as a crash
@@ -186,8 +186,7 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
         j = cell.table.judge(*cell.pair(), backend, options)
     except Exception as error:  # whatever a broken backend raises is a finding of its cell
         j = Judgement()
-        name = "plan" if isinstance(error, PlanError) else "raised"
-        j.note(name, [f"{type(error).__name__}: {error}"])
+        j.note_error(error)
     verdict, reason = "passed", ""
     if broken := [finding for finding in j.findings if not finding.held]:
         verdict, reason = "failed", f"{broken[0].name}: {broken[0].detail}"
@@ -325,9 +324,9 @@ def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str
         trial = {"cell": cell, "checks": checks, "killed": killed, "verdict": result.verdict}
         trials.append({**trial, "broken": list(map(asdict, broken))})
         for finding in broken:
-            by[checks]["guard" if is_guard(finding) else finding.name] = None
-            if checks and is_guard(finding):
-                rules[finding.detail.removeprefix("PlanError: ").partition("; got ")[0]] = None
+            by[checks]["guard" if finding.rule else finding.name] = None
+            if checks and finding.rule:
+                rules[finding.rule] = None
     return {
         **case(revert),
         "unasked": unasked,
@@ -339,15 +338,11 @@ def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str
     }
 
 
-def is_guard(finding: Finding) -> bool:
-    return finding.name == "plan" and finding.detail.startswith("PlanError: ")
-
-
 def proves_kill(finding: Finding, revert: Revert, checks: bool) -> bool:
     """Returns whether this finding proves that the lab noticed the bug."""
     if finding.name in ("raised", "crash"):
         return revert.crash
-    return checks or not is_guard(finding)
+    return checks or not finding.rule
 
 
 def cells_of(revert: Revert, backend: str, device: Device) -> tuple[tuple[str, ...], str]:
@@ -355,7 +350,7 @@ def cells_of(revert: Revert, backend: str, device: Device) -> tuple[tuple[str, .
     if revert.equivalent:
         return (), ""
     if revert.backend not in ("", backend):
-        return (), f"a bug in the text of {revert.backend}"
+        return (), f"a bug in the code of {revert.backend}"
     made = select.load(backend)
     reasons = {c: refusal(Cell.parse(f"{backend}/{c}"), made, device) for c in revert.cells}
     taken = tuple(cell for cell, reason in reasons.items() if reason is None)

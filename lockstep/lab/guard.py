@@ -16,6 +16,7 @@ from lockstep.kv.tables import PagePool
 from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints
+from lockstep.types import PlanError
 
 BAND = 64  # elements on either side of a buffer
 CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # read as floats NaN, read as indices far out of range
@@ -29,6 +30,7 @@ class Finding:
     name: str
     held: bool
     detail: str
+    rule: str = ""  # the rule of `plan.check` that a plan broke
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Judgement:
     lse_error: float = 0.0
     tolerance_used: float = 0.0  # largest error as a fraction of what is allowed
     counters: Counter[str] = field(default_factory=Counter)
+    rule: str = ""  # the first rule of `plan.check` that a plan broke
 
     def note(self, name: str, faults: Iterable[str], held: str = "") -> None:
         """Records a check: `faults` violate the property, `held` is shown if there are none."""
@@ -50,6 +53,13 @@ class Judgement:
     def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
         """Records one check of a property: `fault` says what is wrong if `holds` is false."""
         self.note(name, [] if holds else [fault], held)
+
+    def note_error(self, error: Exception) -> None:
+        """Records what the code under test raised: by the plan's own check, or anything else."""
+        name = "raised"
+        if isinstance(error, PlanError):
+            name, self.rule = "plan", self.rule or error.rule
+        self.note(name, [f"{type(error).__name__}: {error}"])
 
     def require(self, names: Iterable[str]) -> None:
         """Checks that these counters are above 0: what the recipe is about really happened."""
@@ -63,9 +73,12 @@ class Judgement:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """One finding per property; that of a raised exception is last."""
-        names = sorted(self.faults, key=lambda name: name == "raised")
-        told = {name: "; ".join(self.faults[name][:3]) for name in names}
-        return tuple(Finding(n, not self.faults[n], told[n] or self.held[n]) for n in names)
+        found = []
+        for name in sorted(self.faults, key=lambda name: name == "raised"):
+            faults = "; ".join(self.faults[name][:3])
+            rule = self.rule if name == "plan" else ""
+            found.append(Finding(name, not faults, faults or self.held[name], rule))
+        return tuple(found)
 
 
 class Guarded:
@@ -73,7 +86,8 @@ class Guarded:
 
     def __init__(self, device: Device = CPU) -> None:
         self.device = device.place
-        self._kept: list[tuple[str, Tensor, Tensor]] = []  # fault, live bits, their copy
+        # fault, live bits, their copy, and whether they are checked after later steps, too
+        self._kept: list[tuple[str, Tensor, Tensor, bool]] = []
         self.image: Ints = np.zeros(0, np.int32)  # the last step's, on the host
         self.images: dict[int, Tensor] = {}  # by length: one address each, as in an arena
 
@@ -81,13 +95,13 @@ class Guarded:
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Returns a cache storage full of poison, between canaries."""
-        return self._between(math.prod(shape), dtype, "storage").view(dtype).view(shape)
+        return self._between(math.prod(shape), dtype, "storage", True).view(dtype).view(shape)
 
     def rows(self, values: Tensor) -> Tensor:
-        bits = self._between(values.numel(), values.dtype, "input")
+        bits = self._between(values.numel(), values.dtype, "input", False)
         out = bits.view(values.dtype).view(values.shape)
         out.copy_(values)
-        self._keep("input", bits)
+        self._keep("the input was changed", bits, False)
         return out
 
     def host(self, length: int) -> Ints:
@@ -98,27 +112,27 @@ class Guarded:
     def load(self, length: int) -> Tensor:
         """Copies the image to the device and returns it there."""
         if length not in self.images:
-            self.images[length] = self._between(length, torch.int32, "plan image")
+            self.images[length] = self._between(length, torch.int32, "plan image", True)
         bits = self.images[length]
         bits.copy_(torch.from_numpy(self.image.copy()))
-        self._keep("plan image", bits)
+        self._keep("the plan image was changed", bits, False)
         return bits
 
     def damage(self) -> list[str]:
         """Returns forbidden writes, then forgets the inputs and images that it has checked."""
-        found = [what for what, now, was in self._kept if not torch.equal(now, was)]
-        self._kept = [kept for kept in self._kept if "band" in kept[0] and "input" not in kept[0]]
+        found = [fault for fault, now, was, _ in self._kept if not torch.equal(now, was)]
+        self._kept = [kept for kept in self._kept if kept[-1]]
         return found
 
-    def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
+    def _between(self, count: int, dtype: torch.dtype, name: str, lasting: bool) -> Tensor:
         canary, size = CANARY[dtype.itemsize], (count + 2 * BAND,)
         buffer = torch.full(size, canary, dtype=_int(dtype), device=self.device)
         for band in (buffer[:BAND], buffer[BAND + count :]):
-            self._kept.append((f"the band around the {name} was written", band, band.clone()))
+            self._keep(f"the band around the {name} was written", band, lasting)
         return buffer[BAND : BAND + count]
 
-    def _keep(self, name: str, bits: Tensor) -> None:
-        self._kept.append((f"the {name} was changed", bits, bits.clone()))
+    def _keep(self, fault: str, bits: Tensor, lasting: bool) -> None:
+        self._kept.append((fault, bits, bits.clone(), lasting))
 
 
 def _int(dtype: torch.dtype) -> torch.dtype:
