@@ -52,7 +52,7 @@ class Side(subprocess.Popen[str]):
         print(json.dumps({"case": case, "seed": seed}), file=self.stdin, flush=True)
         line = self.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process ended with {self.wait()}")
+            raise RuntimeError(f"the process exited with code {self.wait()}")
         answer: Answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints a line per case, writes JSON; returns 1 if a case or the mean is too slow."""
     todo = [name for name in names() if not args.case or any(name.startswith(c) for c in args.case)]
     if not todo:
-        got = ", ".join(args.case)
-        raise RuleError("--case is the beginning of a case's name", got, names()[0])
+        rule, remedy = "--case is the beginning of a case's name", f"One is {names()[0]!r}"
+        raise RuleError(rule, ", ".join(args.case), remedy)
     timings: dict[str, list[Timing]] = {name: [] for name in todo}
     errors, folders = dict[str, str](), {"builtin": str(BUILTIN)}
     with ExitStack() as stack:

@@ -64,7 +64,7 @@ class Measures:
         self.play(Work((whole.prompts[0][:cached],), (1,)))
         played = self.play(whole)
         if played.cached != (cached,):
-            raise RuntimeError(f"the prefix cache held {played.cached[0]} of {cached} keys")
+            raise RuntimeError(f"{played.cached[0]} of {cached} keys were in the prefix cache")
         return played.first_s
 
     def prefill(self, seed: int) -> float:

@@ -203,11 +203,11 @@ def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
         begin = perf_counter()
         with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as process:
             if process.stdout is None:
-                raise RuntimeError("its stdout is no pipe")
+                raise RuntimeError("the command's stdout is not a pipe")
             process.stdout.read(1)
             first, said = perf_counter() - begin, process.communicate()[1]
         if process.returncode:
-            raise RuntimeError(f"it ended with {process.returncode}: {said.decode()[-500:]}")
+            raise RuntimeError(f"exit code {process.returncode}: {said.decode()[-500:]}")
         return first
 
     once(0)  # so that the kernels are compiled

@@ -54,11 +54,11 @@ def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
     for t in (1, 64) if sizes.small else (1, 8, 64, 512):
         for name, case, on, off in chain(gemms(t), row_kernels(t), samplers(t)):
             yield name, f"{case}, {t} rows", called(on, BLOCK_S), called(off, BLOCK_S)
-    one, nobody = partial(threads.limited, 1), partial(patch, WORTH, 1)
+    one, every_call = partial(threads.limited, 1), partial(patch, WORTH, 1)
     for n in (1, 32):
         case, steps = f"a step of {n} requests", partial(step, sizes, n)
         yield "threads", case, within(nullcontext, steps), within(one, steps)
-        yield "threads by work", case, within(nullcontext, steps), within(nobody, steps)
+        yield "threads by work", case, within(nullcontext, steps), within(every_call, steps)
     case, host = f"host, {sizes.host[0]} requests", partial(host_s, sizes)
     for name, where, new in (
         ("columns", COLUMNS, lambda *_: 0),

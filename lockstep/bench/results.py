@@ -78,7 +78,7 @@ def alternate(
     """Measures contenders alternately, `runs` times each, changing which is first. While other
     processes use the machine, a run is repeated with a new seed, at most `tries` times; the least
     disturbed one counts."""
-    timing, names = Timing(), list(contenders)
+    timing, names, pause = Timing(), list(contenders), partial(time.sleep, 0.5)
     for run in range(runs):
         for name in names if run % 2 == 0 else reversed(names):
             found: list[tuple[float, int, Any]] = []
@@ -86,10 +86,7 @@ def alternate(
                 again = f", disturbed, try {len(found) + 1}" if found else ""
                 note(f"{name}, run {run + 1} of {runs}{again}")
                 end = time.perf_counter() + (PATIENCE_S if found else 0.0)
-                while (
-                    time.perf_counter() < end
-                    and measure_disturbance(partial(time.sleep, 0.5))[0] > OTHERS
-                ):
+                while time.perf_counter() < end and measure_disturbance(pause)[0] > OTHERS:
                     pass
                 seed = 1 + run * (tries + 1) + len(found)
                 others, answer = measure_disturbance(partial(contenders[name], seed), own)
@@ -127,9 +124,8 @@ def _busy() -> float:
     stat = Path("/proc/stat")
     if not stat.exists():
         return _own()
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(
-        float, stat.read_text().split("\n", 1)[0].split()[1:]
-    )
+    ticks = map(float, stat.read_text().partition("\n")[0].split()[1:])
+    user, nice, system, _, _, irq, softirq, steal, *_ = ticks
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
@@ -149,8 +145,8 @@ class Bench:
             self.runs, self.tries = args.repeat or 1, 0
         threads, most = args.threads or torch.get_num_threads(), os.cpu_count() or 1
         if threads > most:
-            rule = f"--threads is at most the {most} cores"
-            raise RuleError(rule, str(threads), "Leave it out for all of them")
+            rule = f"--threads is at most {most}, the number of cores"
+            raise RuleError(rule, str(threads), "Omit it to use all cores")
         torch.set_num_threads(threads)
         self.document: dict[str, Any] = {"environment": place(threads), "quick": args.quick}
         self.document |= {"repeat": self.runs, "cases": []}
@@ -230,8 +226,8 @@ def run_on_card(what: str, args: Namespace, *given: str) -> int:
     """Runs bench/gpu/<what>_h200.py and publishes what it wrote."""
     program = ROOT / "bench" / "gpu" / f"{what}_h200.py"
     if not program.is_file():
-        rule = "benchmarks of a card lie in bench/gpu of the repository"
-        raise RuleError(rule, f"no {program}", "Run this in a clone of the repository")
+        rule = "GPU benchmarks are in bench/gpu of the repository"
+        raise RuleError(rule, f"no file {program}", "Run this in a clone of the repository")
     select("cuda", "auto")  # fails here with a one-line reason
     with TemporaryDirectory() as folder:
         command = [sys.executable, str(program), "--out", folder, *given]

@@ -86,8 +86,8 @@ def picked(names: Sequence[str] | None) -> list[Case]:
     """Returns the rows whose names begin with one of `names`; all, if none are given."""
     chosen = [case for case in CASES if not names or case.name.startswith(tuple(names))]
     if not chosen:
-        rule = f"--row is the beginning of {'; '.join(case.name for case in CASES)}"
-        raise RuleError(rule, str(names), "Leave it out for all")
+        rule = f"--row is the beginning of a row: {'; '.join(case.name for case in CASES)}"
+        raise RuleError(rule, ", ".join(names or ()), "Omit it for all rows")
     return chosen
 
 
@@ -95,9 +95,8 @@ def earlier(where: str) -> dict[str, Result]:
     """Returns the rows that the document already has, by case."""
     if not Path(where).is_file():
         return {}
-    return {
-        case["case"]: case for case in read(where, "lockstep bench speculative", "cases")["cases"]
-    }
+    cases = read(where, "lockstep bench speculative", "cases")["cases"]
+    return {case["case"]: case for case in cases}
 
 
 def watch(engine: Engine) -> HostTimes:
@@ -130,7 +129,8 @@ def measure(case: Case, parts: Parts, bench: Bench) -> Result:
         max_tokens=new, temperature=case.temperature, seed=1, logprobs=0, ignore_eos=True
     )
     skip = min(FIRST, new // 2) if case.errs else 1
-    for each in (plain, guessing):
+    sides = {"plain": plain, "lockstep": guessing}
+    for each in sides.values():
         play(each, prompts[0], wish, skip)
     answers, guessed = defaultdict[str, dict[int, Any]](dict), dict[int, Speculated]()
 
@@ -143,10 +143,7 @@ def measure(case: Case, parts: Parts, bench: Bench) -> Result:
             guessed[nth] = output.speculated
         return 1e3 * seconds
 
-    contenders = {
-        "plain": partial(timed, "plain", plain),
-        "lockstep": partial(timed, "lockstep", guessing),
-    }
+    contenders = {name: partial(timed, name, each) for name, each in sides.items()}
     timing = Timing()
     for run in range(bench.runs):
         note(f"{case.name}: {len(prompts)} prompts, run {run + 1} of {bench.runs}")
@@ -154,7 +151,7 @@ def measure(case: Case, parts: Parts, bench: Bench) -> Result:
         for name in contenders:
             timing.add(name, fmean(laps.others[name]), fmean(laps.runs[name]))
     if answers["plain"] != answers["lockstep"]:
-        raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
+        raise RuleError("speculation changes no bit", f"a difference: {case.name}", "Report it")
     judged = bench.result(timing, "ms per token", {"plain": case.least})
     phases = watch(guessing)  # only now: its overhead would count against one side
     for prompt in prompts[: count // 4]:
@@ -207,7 +204,7 @@ def library(name: str) -> str:
     path = Path(sysconfig.get_path("stdlib")) / name
     if not path.is_file():
         rule = f"the standard library has {name}"
-        raise RuleError(rule, str(path.parent), "Use a Python that has its tests: 3.11")
+        raise RuleError(rule, str(path.parent), "Use Python 3.11 with its test files")
     return path.read_text("utf-8")
 
 

@@ -77,8 +77,8 @@ def two_engines(llms: Sequence[LLM], count: int, bench: Bench) -> Result:
             for each in found:
                 pairs = zip(bits(each), bits(want), strict=True)
                 if differing := sum(have != wanted for have, wanted in pairs):
-                    rule = "engines in two threads change no bit"
-                    raise RuleError(rule, f"{differing} other answers of {count}", "Report it")
+                    got = f"{differing} of {count} answers differ"
+                    raise RuleError("two threads change no bit", got, "Report it")
             return len(llms) * tokens / seconds
 
         return measure

@@ -40,7 +40,7 @@ from lockstep.types import Layout
 BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
-RowsByLayer = list[list[Rows]]  # q, k, v by group and layer
+LayerRows = list[list[Rows]]  # q, k, v by group and layer
 Memory = dict[tuple[int, int, int], Tensor]  # storage bits, by (group, layer, 0 for K or 1 for V)
 
 
@@ -61,12 +61,7 @@ class AttentionHarness(Judgement):
     with them."""
 
     def __init__(
-        self,
-        feature: Feature,
-        script: Script,
-        rows: RowsByLayer,
-        backend: Backend,
-        setting: Setting,
+        self, feature: Feature, script: Script, rows: LayerRows, backend: Backend, setting: Setting
     ) -> None:
         super().__init__()
         self.script, self.rows, self.backend, self.setting = script, rows, backend, setting
@@ -126,7 +121,7 @@ class AttentionHarness(Judgement):
         for pool in filter(None, self.pages):
             pool.check()
             lost = pool.num_pages - 1 - pool.free
-            self.check("pages", not lost, f"{lost} never came back")
+            self.check("pages", not lost, f"{lost} pages were not returned")
 
     def _play(self, acts: tuple[Act, ...]) -> None:
         """Applies bookkeeping acts, then launches encoders in one step, other rows in another."""
@@ -223,7 +218,7 @@ class AttentionHarness(Judgement):
         self.check("pads", finite, f"{where} a pad row is not finite")
         if finite and "pad" in self.backend.caps.invariances:
             others = self.differing_pads(g, layer, plan, result)
-            self.check("pads", not others, f"{where} {others} are not the pad request alone")
+            self.check("pads", not others, f"{where} pad requests {others} differ alone")
         if layer == len(self.specs[g].layers) - 1:
             self.seen[g][uids] = True
 
@@ -274,7 +269,7 @@ class AttentionHarness(Judgement):
             given = {**vars(plan), **vars(group)}
             names = own.keys() & given.keys() - {"start"}  # differs in a group without lists
             equal = all(np.array_equal(own[name], given[name]) for name in names)
-            self.check("plan", equal, "the image is that of another plan")
+            self.check("plan", equal, "the image's arrays differ from the plan's")
 
     def _give(self, g: int, pool: Pool, give: Callable[..., list[int]], pages: list[int]) -> None:
         """Frees pages, and poisons again those that no request holds any more."""
@@ -355,7 +350,7 @@ class AttentionHarness(Judgement):
             columns = F.pad(values[list(expect.values())].float(), (0, -values.shape[2] % 8))
             want = rounded(spec.kv_dtype, columns, scale, self.setting.device)  # as stored
             right = torch.equal(new[list(expect)].cpu(), as_bits(want))
-            self.check("writes", right, f"{where} a row is not where or what it should be")
+            self.check("writes", right, f"{where} a row has a wrong slot or wrong bytes")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
         """Maps each slot that a step may write to its token, by arithmetic on the tables."""
@@ -402,7 +397,7 @@ def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) 
 
 
 @lru_cache(maxsize=64)
-def cell_inputs(recipe: Recipe, feature: Feature) -> tuple[Script, RowsByLayer, list[list[Answer]]]:
+def cell_inputs(recipe: Recipe, feature: Feature) -> tuple[Script, LayerRows, list[list[Answer]]]:
     """Returns a cell's script, q/k/v and float64 answers, which all backends share."""
     script, device = recipes.write(recipe, feature), feature.device
     rows = oracle.values(feature.groups(16), len(script.parents), dtype=device.compute)
@@ -421,7 +416,7 @@ def judge(
     cell.require(recipe.required_counters)
     padded = cell.run(cell.script, inspect=True, pad=True)
     if not padded.counters["pad_rows"] and main.counters["rows"]:
-        cell.note("paths", ["nothing was padded"])
+        cell.note("paths", ["pad_rows is 0 in the padded run"])
     if backend.caps.invariances:
         cell.judge_bits(main, padded, options.quick)
     return cell
@@ -480,12 +475,12 @@ class AttentionCell(Judgement):
                     self.note(name, run.differing_rows(want, tokens), told)
 
         for kind, tokens in sorted(main.computed.items()):
-            told = f"{len(tokens)} rows equal alone, whole and cold"
+            told = f"{len(tokens)} rows equal the plain computation"
             compare(kind, told, main, tokens=tokens)
         if not self.feature.fresh:
             cut = recipes.chunked(script, 7)
             if len(cut.steps) > len(script.steps):
-                told = f"{len(cut.steps)} steps for {len(script.steps)}"
+                told = f"{len(cut.steps)} steps instead of {len(script.steps)}"
                 compare("chunk", told, self.run(cut))
             sizes = (1, 64) if quick else (1, 2, 64)
             paged = [self.run(script, page_size=size) for size in sizes]

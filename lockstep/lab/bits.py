@@ -238,13 +238,8 @@ def distance(job: Job, prompts: Sequence[list[int]], ours: Scores) -> Found:
     exact = transformers_scores(job, weights, WIDER[device.compute], prompts)
     free_memory()
     theirs = transformers_scores(job, weights, device.compute, prompts)
-    judged, tokens = device.compute is not torch.float32, sum(map(len, ours))
-    return {
-        "ours": rms(ours, exact),
-        "theirs": rms(theirs, exact),
-        "tokens": tokens,
-        "judged": judged,
-    }
+    found = {"ours": rms(ours, exact), "theirs": rms(theirs, exact), "tokens": sum(map(len, ours))}
+    return {**found, "judged": device.compute is not torch.float32}
 
 
 def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
@@ -294,15 +289,15 @@ def faults(found: Mapping[str, Found], least: Mapping[str, int]) -> list[str]:
             if path["differ"]:
                 out.append(f"{where} {path['differ']} of {count:,} differ")
             if idle:
-                out.append(f"{where} {', '.join(idle)} is 0: the path was not taken")
+                out.append(f"{where} the path was not taken: {', '.join(idle)} is 0")
             if count < least["model"]:
-                out.append(f"{where} {count:,}, not {least['model']:,}")
+                out.append(f"{where} {count:,} log-probabilities, fewer than {least['model']:,}")
         far = each["distance"]
         if far and far["judged"] and ratio(far) > MOST_RATIO:
-            out.append(f"{model}: {ratio(far):.2f} times as far as transformers is")
+            out.append(f"{model}: {ratio(far):.2f} times the distance of transformers")
     for name, total in totals(found).items():
         if total < least["path"]:
-            out.append(f"{name}: {total:,} over all models, not {least['path']:,}")
+            out.append(f"{name}: {total:,} over all models, fewer than {least['path']:,}")
     return out
 
 
@@ -324,8 +319,8 @@ def command(args: Namespace) -> int:
     shapes = list(every)
     if args.small:
         every, sizes, shapes = configs("golden_models.json"), FEW, SMALL
-    names = picked("a model is one of the lab's shapes", args.model, shapes) or shapes
-    paths = picked("a path is one that an engine takes", args.path, list(PATHS)) or list(PATHS)
+    names = picked("--model names shapes of the lab", args.model, shapes) or shapes
+    paths = picked("--path names paths of bits.toml", args.path, list(PATHS)) or list(PATHS)
     if drafted:
         paths = [ORACLE]
     if drafted and not args.small:

@@ -8,6 +8,7 @@ answered before is still compared. One harness serves one cell; recipes receive 
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -32,11 +33,11 @@ from lockstep.llm.rows import Launched
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE
 from lockstep.sched.request import ScheduledStep
-from lockstep.types import PlanError, RuleError
+from lockstep.types import RuleError
 
 StoryRequests = Sequence[StoryRequest]
 Streams = dict[Generation, list[Chunk]]
-Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
+Disturb = Callable[["InstrumentedEngine", list[Generation], int], None] | None
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
 SPACE = Letters.TOKENS.index(b" ")
 CLOSE = 1e-6  # allowed per embedding element: float32 against the row normalized in float64
@@ -157,11 +158,7 @@ class EngineHarness(Judgement):
         return made
 
     def play(
-        self,
-        name: str,
-        engine: InstrumentedEngine,
-        orders: StoryRequests,
-        disturb: Disturb | None = None,
+        self, name: str, engine: InstrumentedEngine, orders: StoryRequests, disturb: Disturb = None
     ) -> list[Generation]:
         """Runs a story and compares every request with its recomputation, as property `name`."""
         before = engine.seen + engine.scheduler.counters
@@ -169,10 +166,8 @@ class EngineHarness(Judgement):
         self.ended = []
         try:
             self._run(engine, orders, disturb, streams)
-        except PlanError as error:
-            self.note("plan", [f"PlanError: {error}"])
         except Exception as error:  # whatever broken code raises ends the story
-            self.note("raised", [f"{type(error).__name__}: {error}"])
+            self.note_error(error)
         self._asked(engine)
         dtype = engine.config.kv_cache_dtype  # its rounding of keys changes the answer
         if dtype not in self.oracles:
@@ -197,7 +192,7 @@ class EngineHarness(Judgement):
                 self._compare_embedding(job)
             if job.done and oracle is not self.oracle:
                 (plain, *_), have = self.oracle.completions(orders[i]), job.output("").logprobs
-                fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
+                fault = f"{dtype}: request {i} has the bits of a cache without rounding"
                 self.check("rounded", not same_bits(have, plain.logprobs), fault)
                 self.counters["rounded_requests"] += 1
         self.counters["requests"] += len(streams)
@@ -205,11 +200,7 @@ class EngineHarness(Judgement):
         return list(streams)
 
     def _run(
-        self,
-        engine: InstrumentedEngine,
-        orders: StoryRequests,
-        disturb: Disturb | None,
-        streams: Streams,
+        self, engine: InstrumentedEngine, orders: StoryRequests, disturb: Disturb, streams: Streams
     ) -> None:
         for step in range(STEPS):
             if len(streams) == len(orders) and not engine.busy:
@@ -236,21 +227,21 @@ class EngineHarness(Judgement):
                 if job.done and i not in self.ended:
                     self.ended.append(i)
         else:
-            rule = f"a story ends within {STEPS} steps"
-            raise RuleError(rule, "no end", "Look at the scheduler")
+            rule, got = f"a story ends within {STEPS} steps", "requests that never finish"
+            raise RuleError(rule, got, "Inspect the scheduler")
         left = len(engine.scheduler.running) + len(engine.scheduler.waiting)
-        self.check("pages", not left, f"{left} requests are left without a job")
+        self.check("pages", not left, f"{left} requests are still scheduled after the story")
         self._audit(engine)
 
     def _asked(self, engine: InstrumentedEngine) -> None:
         """Checks what no answer shows: limits, a disabled prefix cache, the cache's dtype."""
         above, limit = engine.seen["above_limit"], engine.config.max_running_requests
         fault = f"{above} steps with more than {limit} requests"
-        self.check("limit", not above, fault, f"never more than {limit} at once")
+        self.check("limit", not above, fault, f"never more than {limit} together")
         tree_pools = engine.scheduler.tree.groups.values()
         kept = sum(np.count_nonzero(pool.tree_refs) for pool in tree_pools)
         if engine.config.disable_radix_cache:
-            self.check("asked", not kept, f"{kept} pages are kept")
+            self.check("asked", not kept, f"the disabled prefix cache keeps {kept} pages")
         dtype, pools = engine.config.kv_cache_dtype, filter(None, engine.runner.pools)
         if dtype != self.device.dtype:
             held = {s.dtype for pool in pools for layer in pool.storages for s in layer}
@@ -261,12 +252,11 @@ class EngineHarness(Judgement):
         for g, pool in enumerate(engine.scheduler.pools):
             if pool is None or not pool.free:
                 continue
-            lost, said = pool.take(1), f"group {g}: nobody missed a page"
-            try:
+            lost, faults = pool.take(1), list[str]()
+            with suppress(RuleError):
                 engine.check()
-            except RuleError as error:
-                said = str(error)
-            self.check("account", said.startswith("every hold has a holder"), said)
+                faults = [f"group {g}: the engine's check accepted a leaked page"]
+            self.note("account", faults)
             pool.give(lost)
 
     def _differences(
@@ -296,7 +286,7 @@ class EngineHarness(Judgement):
         """Checks that every completion's text is the text of all its tokens."""
         for c in job.output("").completions:
             want, stopped = self.oracle.text(job.prompt_ids, c.token_ids, job.params)
-            self.check("text", c.text == want, f"{c.text!r} is not {want!r}")
+            self.check("text", c.text == want, f"the text is {c.text!r}, not {want!r}")
             count = len(c.token_ids)
             self.counters.update(
                 stopped=stopped,
@@ -310,24 +300,24 @@ class EngineHarness(Judgement):
         """Checks items' tokens and scores; the first item repeats an answer that was generated."""
         done = job.output("").completions
         ids = [c.token_ids for c in done]
-        self.check("items", ids == list(order.items), f"the items' tokens became {ids}")
+        self.check("items", ids == list(order.items), f"the items' tokens are {ids}")
         for item, c in zip(order.items, done, strict=True):
             same = same_bits(c.logprobs, self.item_scores(order.prompt, item))
-            self.check("items", same, f"an item of {len(item)} is not its recomputation")
+            self.check("items", same, f"an item of {len(item)} differs from its recomputation")
         same = same_bits(done[0].logprobs, order.generated)
-        self.check("items", same, "an item is not the generation it repeats")
+        self.check("items", same, "an item differs from the generation that it repeats")
 
     def _compare_embedding(self, job: Generation) -> None:
         """Checks that it is the last row's, with the same bits in every step."""
         who, have = f"the embedding of {len(job.prompt_ids)} tokens", job.embedding
         if have is None:
-            self.note("embedding", [f"{who} never came"])
+            self.note("embedding", [f"{who} is missing"])
             return
         self.values.claim_embedding(job.prompt_ids, "last", have)
         off = float(np.abs(have - self.oracle.embedding(job.prompt_ids)).max())
         self.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}")
         same = same_bits(have, self.embedded.setdefault(job.prompt_ids, have))
-        self.check("embedding", same, f"{who} is another one alone")
+        self.check("embedding", same, f"{who} differs from the same embedding in another step")
         self.counters["embedded"] += 1
 
     def _scores(
@@ -346,7 +336,7 @@ class EngineHarness(Judgement):
         if not same_bits(out.prompt_logprobs[1:], scores[: n - 1]):
             return [f"{who}: prompt log-probabilities differ in bits"]
         if whole and last and not same_bits(out.prompt_logprobs[-last:], order.generated):
-            return [f"{who}: a score is not the log-probability of generation"]
+            return [f"{who}: a score differs from generation's log-probability"]
         same = not k or out.prompt_top_logprobs == ((), *best)[:n]
         return [] if same else [f"{who}: the prompt's best tokens differ"]
 
@@ -368,7 +358,7 @@ def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
         if text != completion.text:
             found.append(f"streamed {text!r}, answered {completion.text!r}")
         if sum((c.token_ids for c in mine), ()) != completion.token_ids:
-            found.append("other tokens were streamed than answered")
+            found.append("the streamed tokens differ from the answer's")
         last, reason = [c.finish_reason for c in mine if c.finish_reason], completion.finish_reason
         if last != [reason] and reason != "abort":
             found.append(f"the stream ended with {last}, the answer with {reason}")
@@ -392,7 +382,7 @@ def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FU
         rig.out_error, rig.tolerance_used = found.error, found.used
         error = f"max error {found.error:.3g}, {found.used:.3g} of the tolerance"
         if found.undecided:
-            error += f"; {found.undecided} behind experts too close to tell apart are left out"
+            error += f"; {found.undecided} after a close choice of experts are not judged"
         rig.note("value", found.faults, f"{found.judged} numbers, {error}")
     rig.require(recipe.required_counters)
     return rig

@@ -99,13 +99,12 @@ class Story:
         before = Counter(rig.counters)
         if self.raises:
             engine.runner.backend = failing(engine.runner.backend, self.raises)
-        jobs = rig.play(
-            self.name, engine, orders, preempt_every_second_step if self.preempt else None
-        )
+        disturb = preempt_every_second_step if self.preempt else None
+        jobs = rig.play(self.name, engine, orders, disturb)
         for name, other in self.counted.items():
             rig.counters[other] += rig.counters[name] - before[name]
         if self.complete:
-            taken = f"{len(jobs)} of {len(orders)} requests were taken in"
+            taken = f"{len(jobs)} of {len(orders)} requests were accepted"
             rig.check(self.name, len(jobs) == len(orders), taken)
             lost = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
             rig.note(self.name, lost)
@@ -114,7 +113,7 @@ class Story:
             rig.check("order", rig.ended == list(self.ends), fault)
         if self.hits:
             have = [job.output("").cached_tokens for job in jobs]
-            fault = f"{self.name}: {have} tokens found, not {self.hits}"
+            fault = f"{self.name}: {have} cached tokens found, not {self.hits}"
             rig.check("hits", have == list(self.hits), fault)
         if self.distinct:
             self._distinct(rig, jobs)
@@ -126,7 +125,7 @@ class Story:
         try:
             order.add_to(engine)
             engine.finish()
-            rig.note(self.name, [f"nobody said that {self.rule}"])
+            rig.note(self.name, [f"the engine did not raise: {self.rule}"])
         except Exception as error:  # any error but the rule's is a fault
             said = f"{type(error).__name__}: {error}"
             rig.check(self.name, said.startswith(f"RuleError: {self.rule}"), said)
@@ -140,7 +139,7 @@ class Story:
             rig.check("distinct", len(done) == 1 or many > 1, "all completions are the same")
             for c in done:
                 same = known.setdefault((job.prompt_ids, c.index), c.token_ids) == c.token_ids
-                rig.check(self.name, same, f"completion {c.index} is another one alone")
+                rig.check(self.name, same, f"completion {c.index} differs when requested alone")
 
     def _replayed(self, rig: EngineHarness, engine: InstrumentedEngine) -> None:
         """Checks that enough steps replay a launch recorded with other lengths and slots."""
@@ -148,7 +147,7 @@ class Story:
         if engine.on_gpu:  # graphs hold only decoding steps, tapes any step
             least //= 2
         enough = replays >= least or not engine.runner.graphs
-        rig.check(self.name, enough, f"{replays} replays")
+        rig.check(self.name, enough, f"{replays} replays, not {least} or more")
 
 
 def play_recipe(
@@ -175,15 +174,10 @@ def play_recipe(
 
 
 def order(
-    tokens: int = 0,
-    params: str = "plain",
-    seed: int = 0,
-    then: Sequence[int] = (),
-    but: Options | None = None,
-    **rest: Any,
+    tokens: int = 0, params: str = "plain", seed: int = 0, then: Sequence[int] = (), **rest: Any
 ) -> StoryRequest:
-    """Returns the Order of an entry of `orders`. One that is `open` ends with the context."""
-    wish = replace(PARAMS[params], **(but or {}))
+    """Returns the request of an entry of `orders`. One that is `open` ends with the context."""
+    wish = replace(PARAMS[params], **rest.pop("but", {}))
     if rest.pop("open", False):
         wish = replace(wish, max_tokens=None)
     rest["items"] = tuple(words(*item) for item in rest.get("items", ()))
@@ -201,9 +195,7 @@ def continuing(first: StoryRequest, answer: Answer, order: StoryRequest) -> Stor
     return replace(order, prompt=prompt, generated=generated)
 
 
-def preempt_every_second_step(
-    engine: InstrumentedEngine, jobs: list[Generation], step: int
-) -> None:
+def preempt_every_second_step(engine: InstrumentedEngine, _: object, step: int) -> None:
     """Preempts every running request, or one, alternating."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     many = {0: len(running), 2: 1}.get(step % 4, 0)
@@ -273,7 +265,7 @@ def texts(rig: EngineHarness, quick: bool) -> None:
         rig.counters["items"] += 1
     (out,) = llm.generate(text, PLAIN)
     became = out.prompt_token_ids
-    rig.check("items", became == begin, f"{text!r} became {became}")
+    rig.check("items", became == begin, f"{text!r} has the tokens {became}, not {begin}")
     same = same_bits(llm.score(text)[1:], rig.oracle.scores(begin)[0])
     rig.check("items", same, f"{text!r} is not scored as its tokens")
 
@@ -287,7 +279,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
         save(LLAMA, Path(place), rig.device, eos_token_id=[end])
         options = EngineConfig(device=rig.device.name, dtype=rig.device.dtype)
         model, info = loader.load(place, options)
-    fault = f"{info.eos_token_ids} end a text, not {(end,)}"
+    fault = f"the end tokens are {info.eos_token_ids}, not {(end,)}"
     rig.check("eos", info.eos_token_ids == (end,), fault)
     engine = rig.engine()
     engine.info = replace(info, folder=Path("tiny"))
@@ -297,7 +289,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     have, n = job.output(""), free.token_ids.index(end) + 1
     want = free.token_ids[:n]
     same = list(have.token_ids) == want and same_bits(have.logprobs, free.logprobs[:n])
-    fault = f"{have.token_ids}, not {want}, or with other log-probabilities"
+    fault = f"{have.token_ids}, not {want}, or log-probabilities differ"
     rig.check("folder", same, fault)
     rig.counters["folders"] += 1
 
@@ -330,5 +322,5 @@ def routes(rig: EngineHarness, quick: bool) -> None:
             routing = Routing(k=3, experts=experts, score=score)
             ids = rig.device.ops.route(logits.to(rig.device.place), routing, None).ids
             wrong = sum(a != b for a, b in zip(ids.tolist(), ranked, strict=True))
-            rig.check("ties", not wrong, f"{experts} experts by {score}: {wrong} rows")
+            rig.check("ties", not wrong, f"{experts} experts by {score}: {wrong} rows differ")
             rig.counters["tied_rows"] += sum(len(set(row)) < experts for row in logits.tolist())

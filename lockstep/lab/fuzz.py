@@ -119,7 +119,7 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> Played:
     found, happened = run(trace, rig(backend, device))
     if found:
         less = [(o.at, o.params.seed, o.abort) for o in shrunk(trace, rig(backend, device)).orders]
-        found.append(f"fewer fail as well, (step, number on the menu, abort): {less}")
+        found.append(f"a smaller failing trace, (step, menu number, abort): {less}")
     return [f"trace {seed} {fault}" for fault in found], happened
 
 
@@ -181,7 +181,7 @@ def command(args: Namespace) -> int:
     happened = sum(hundreds.values(), Counter[str]())
     least = {name: min(each[name] for each in hundreds.values()) for name in GUESSED}
     if args.traces >= 100:
-        faults += [f"{name}: {count} in some hundred" for name, count in least.items() if not count]
+        faults += [f"{name} is 0 in a hundred traces" for name, count in least.items() if not count]
     doc = {
         **document.head(),
         **{"device": asdict(device), "least_in_a_hundred": least},

@@ -176,19 +176,20 @@ def read(file: Path) -> dict[str, Answers]:
     try:
         return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
     except (ValueError, OSError):
-        remedy = "Take it from the repository"
-        raise RuleError("the golden file is JSON", str(file), remedy) from None
+        rule, remedy = "the golden file is readable JSON", "Restore it from the repository"
+        raise RuleError(rule, str(file), remedy) from None
 
 
 def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | None = None) -> int:
     """Adds answers that the file lacks and returns their number. A differing one is an error."""
     if missed := ", ".join(path for path in PATHS if not counters.get(path)):
-        raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
+        remedy = "Use a smaller cache or shorter chunks in golden_requests.json"
+        raise RuleError("golden answers take every path", f"none with {missed}", remedy)
     recorded = read(file)
     there = recorded.setdefault(mine or key(), {})
     if differing := differences(there, found):
-        remedy = "A changed bit is a new name of the order in order.py"
-        raise RuleError("a recorded answer stays as it is", differing[0], remedy)
+        remedy = "If bits must change, rename the order in order.py"
+        raise RuleError("a recorded answer never changes", differing[0], remedy)
     added = found.keys() - there.keys()
     there |= found
     file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -203,7 +204,7 @@ def compare(file: Path, found: Answers, mine: str | None = None) -> list[str]:
         remedy = "Install the pinned versions, or record with --write"
         raise RuleError(f"the golden file has answers for {mine}", have, remedy)
     there = recorded[mine]
-    gone = [f"{name}: recorded, and not asked any more" for name in there if name not in found]
+    gone = [f"{name}: recorded, but no longer requested" for name in there if name not in found]
     return [*gone, *differences(there, found)]
 
 

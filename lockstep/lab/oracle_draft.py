@@ -78,11 +78,9 @@ class Oracle:
             if node not in tree.parents:
                 break
             node = tree.parents.index(node) + 1
-            siblings = [
-                i for i, parent in enumerate(tree.parents) if parent == tree.parents[node - 1]
-            ]
-            for i in siblings:  # siblings have different tokens
-                others[i] = others[node - 1] if others[i] == token else others[i]
+            for i, parent in enumerate(tree.parents):  # siblings have different tokens
+                if parent == tree.parents[node - 1] and others[i] == token:
+                    others[i] = others[node - 1]
             others[node - 1] = token
         return tuple(others)
 
@@ -92,8 +90,8 @@ def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) 
     they have on one."""
     speculation = engine.speculation
     if speculation is None or not isinstance(speculation.draft, ModelDraft):
-        rule = "an oracle stands before a model's draft"
-        raise RuleError(rule, "an engine without one", "Set speculative_algorithm")
+        rule, remedy = "an oracle draft wraps a draft model", "Set speculative_algorithm"
+        raise RuleError(rule, "an engine without one", remedy)
     speculation.draft = Oracle(speculation.draft, answers, right)
     if not engine.on_gpu:
         most, widths = engine.config.max_running_requests, speculation.shape.widths

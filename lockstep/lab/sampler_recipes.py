@@ -25,7 +25,7 @@ BLOCK = 256  # tokens whose noise is computed together
 WIDE = 2 * BLOCK + 70  # a vocabulary of two blocks and a part of one
 FEW = 5  # best tokens that are requested
 CLOSE = 2e-6  # two float32 roundings of the noise's largest value
-CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
+CHI = 45.0  # chi-square of 11 dof is above this once in 200,000 times
 KINDS = table("sampler_kinds.json")["kinds"]
 SIZES = {True: (160, 32, 1000), False: (400, 80, 4000)}  # rows, wide rows and draws; True: quick
 
@@ -82,11 +82,11 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
         have = int(chosen[r])
         fault = f"row {r}: {have}, not {want} ({row.params})"
         rig.check("choice", have == want, fault, f"{len(rows)} rows")
-        rig.check("masked", bool(logits[r, have] != -torch.inf), f"row {r}: {have}")
+        rig.check("masked", bool(logits[r, have] != -torch.inf), f"row {r}: masked token {have}")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
     on_cpu = sampler.sample(Ops(), logits, RowBatch.of(rows), (EOS,)).token_ids
-    rig.check("devices", torch.equal(on_cpu, chosen), "the CPU chooses otherwise")
+    rig.check("devices", torch.equal(on_cpu, chosen), "the CPU chooses other tokens")
 
 
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
@@ -94,14 +94,15 @@ def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> Non
     told = on_host(sampler.log_probs(rig.parts.model.ops, logits.to(rig.device.place), tokens, FEW))
     exact = logits.double().log_softmax(1)
     best = exact.sort(dim=1, descending=True, stable=True).indices[:, :FEW]
-    rig.check("logprobs", torch.equal(told.top_ids.long(), best), "other best tokens")
+    rig.check("logprobs", torch.equal(told.top_ids.long(), best), "the best tokens differ")
     have = torch.cat((told.chosen[:, None], told.top), 1).double()
     want = exact.gather(1, torch.cat((tokens[:, None].long(), best), 1)).float().double()
     near = (have == want) | ((have - want).abs() <= 2.0**-23 * want.abs().clamp(min=1))
     wrong = (~near).any(1).nonzero().flatten().tolist()
     rig.note("logprobs", [f"row {r}: {have[r].tolist()}, not {want[r].tolist()}" for r in wrong])
     on_cpu = sampler.log_probs(Ops(), logits, tokens, FEW)
-    rig.check("devices", all(map(torch.equal, on_cpu, told)), "the CPU describes a row otherwise")
+    same = all(map(torch.equal, on_cpu, told))
+    rig.check("devices", same, "the CPU's log-probabilities differ")
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:
@@ -171,7 +172,7 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
     expected = logits.double().softmax(0) * count
     chi = float(((seen - expected) ** 2 / expected).sum())
     rig.counters["rows"] += count
-    fault, held = f"over {what}: chi-square {chi:.0f} of 11", f"chi-square below {CHI:.0f}"
+    fault, held = f"over {what}: chi-square {chi:.0f}, 11 dof", f"chi-square below {CHI:.0f}"
     rig.check("distribution", chi < CHI, fault, held)
 
 
@@ -185,21 +186,21 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
         for r, have in zip(order, tokens_and_scores(many), strict=True):
             (want,) = tokens_and_scores(alone[r])
             same = have[0] == want[0] and same_bits(have[1], want[1])
-            fault = f"row {r}: {have} in company, {want} alone"
-            rig.check("batch", same, fault, "rows in company = alone")
+            fault = f"row {r}: {have} in a batch, {want} alone"
+            rig.check("batch", same, fault, "rows in a batch = alone")
     some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
     kinds = (some, some, replace(some, n=2), replace(some, seed=7))
     jobs = rig.play("seed", rig.engine(), [StoryRequest((1, 2, 3), params) for params in kinds])
     drawn = [job.output("").seed for job in jobs]
     rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
-    rig.check("seed", len(set(drawn)) == 4, f"seeds {drawn}")
+    rig.check("seed", len(set(drawn)) == 4, f"4 different seeds expected; drawn: {drawn}")
     orders = [
         StoryRequest((1, 2, 3), replace(params, seed=seed))
         for params, seed in zip(kinds, drawn, strict=True)
     ]
     for i, job in enumerate(rig.play("seed", rig.engine(), orders)):
         same = job.output("").token_ids == jobs[i].output("").token_ids
-        rig.check("seed", same, f"request {i} is another one with its own seed")
+        rig.check("seed", same, f"request {i} differs when its drawn seed is given")
 
 
 def tokens_and_scores(sampled: sampler.Sampled) -> list[tuple[int, float]]:

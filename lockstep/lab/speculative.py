@@ -122,6 +122,6 @@ class Recorder:
             tokens, prompt_len = tuple(ask.request.tokens), len(ask.request.spec.prompt)
             known, heard = self.known.setdefault((tokens, prompt_len, *ask[1:]), (tree, bits[i]))
             if tree != known or (bits[i] != heard and bits[i] and heard):
-                behind = f"behind {len(tokens)} tokens of request {ask.request.arrival}"
-                self.differing.append(f"{behind}: {tree.token_ids}, before {known.token_ids}")
+                where = f"after {len(tokens)} tokens of request {ask.request.arrival}"
+                self.differing.append(f"{where}: {tree.token_ids}, earlier {known.token_ids}")
         return trees

@@ -21,7 +21,7 @@ def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:
     for what, rule, spoilt in variants(plan):
         try:
             check(spoilt, pool_pages)
-            found.append(f"{what}: nobody noticed")
+            found.append(f"{what}: plan.check accepted it")
         except PlanError as error:
             if not str(error).startswith(rule):
                 found.append(f"{what}: {error}")
@@ -97,9 +97,8 @@ def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, Paged
     if plan.tail_indptr[end] > plan.tail_indptr[end - 1]:  # it has tree rows: their lists, too
         entry = int(plan.tail_indptr[end]) - 1
         yield "a list outside of the pool", changed(group, "tail_slots", entry, FAR)
-        arrays.append(
-            ("a list in another's pages", "a list that ends elsewhere", "tail_slots", entry)
-        )
+        names = "a list in another's pages", "a list that ends elsewhere"
+        arrays.append((*names, "tail_slots", entry))
     for in_another, elsewhere, name, at in arrays:
         if i > 0:
             yield in_another, changed(group, name, at, int(slots[0]))

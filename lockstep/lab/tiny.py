@@ -182,5 +182,5 @@ class Letters(Tokenizer):
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
         """The tokens of every byte of é, € and 😀 but the first."""
-        behind = [bytes([b]) for b in range(0x80, 0xC0)]
-        return tuple(i for i, token in enumerate(self.TOKENS) if token in behind)
+        later = [bytes([b]) for b in range(0x80, 0xC0)]
+        return tuple(i for i, token in enumerate(self.TOKENS) if token in later)

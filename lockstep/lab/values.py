@@ -147,7 +147,7 @@ class Values:
             for asked, told in self._merged().items():
                 self._judge(verdict, asked, told)
         except KeyError as missing:
-            verdict.faults.append(f"the model asked for no {missing}, which its config describes")
+            verdict.faults.append(f"the engine reads no {missing}, which the config requires")
         return verdict
 
     def _merged(self) -> dict[Query, ClaimedNumbers]:
