@@ -30,7 +30,7 @@ def test_a_job_whose_process_died_or_timed_out_has_an_answer():
             work, ["die", "one", "hang", "two"], 2, lambda job: 1.0 if job == "hang" else 100.0
         )
     )
-    assert answers["die"] == isolate.Died("the process was ended by SIGSEGV")
+    assert answers["die"] == isolate.Died("the process was killed by SIGSEGV")
     assert answers["hang"] == isolate.Died("no answer within 1 s")
     assert (
         answers["one"] == "one done, threads passive"

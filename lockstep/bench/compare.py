@@ -99,8 +99,7 @@ def judged(case: str, starts: Sequence[Timing], error: str = "") -> Result:
     above 1 is faster than before. It is the mean over starts: a working set that barely fits the
     caches is a third slower or faster from start to start, on either side."""
     old_s, new_s = (
-        [[turn["seconds"] for turn in each.runs[side]] for each in starts]
-        for side in ("old", "new")
+        [[turn["seconds"] for turn in each.runs[key]] for each in starts] for key in ("old", "new")
     )
     steady = all(each.undisturbed for each in starts)
     found: Result = {"case": case, "old_s": old_s, "new_s": new_s, "undisturbed": steady}

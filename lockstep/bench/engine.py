@@ -88,7 +88,7 @@ def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Document]:
     if not todo:
         have = ", ".join(dict.fromkeys(case["model"] for case in of_kind))
         rule = f"{' and '.join(kinds)} is measured with {have}"
-        raise RuleError(rule, " and ".join(models), "Drop --model")
+        raise RuleError(rule, " and ".join(models), "Omit --model")
     return todo
 
 

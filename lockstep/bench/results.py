@@ -162,9 +162,8 @@ class Bench:
         without a number misses its target. `met` is None if nothing was judged: no target, a quick
         run, or other processes used the machine, which can slow a contender twentyfold."""
         values = {name: round(timing.median(name), 4) for name in timing.runs}
-        ours, sign = values["lockstep"], -1
-        if unit.endswith("per second"):  # higher is better
-            sign = 1
+        ours = values["lockstep"]
+        sign = 1 if unit.endswith("per second") else -1  # a higher or a lower value is better
         ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
         reached = all(ratios.get(n, 0.0) >= least for n, least in targets.items())
         within = limit is None or ours <= limit
@@ -237,7 +236,7 @@ def run_on_card(what: str, args: Namespace, *given: str) -> int:
         files = sorted(Path(folder).glob("*-h200*.json"))
         found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
     failed = done.returncode or not found
-    told = f"{program.name} ended with {done.returncode}" if failed else f"{', '.join(found)}"
+    told = f"{program.name} exited with code {done.returncode}" if failed else ", ".join(found)
     publish(args, {**head(), "results": found}, [told])
     return int(bool(failed))
 

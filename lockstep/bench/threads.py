@@ -48,9 +48,7 @@ def answers(llm: LLM, count: int) -> list[Output]:
     rng = random.Random(count)
     ids = prompts([rng.randint(8, 96) for _ in range(count)], llm.engine.info.vocab_size, 1)
     asked = [
-        SamplingParams(
-            max_tokens=rng.randint(4, 24), temperature=float(i % 2), logprobs=True, seed=i
-        )
+        SamplingParams(max_tokens=rng.randint(4, 24), temperature=i % 2.0, logprobs=True, seed=i)
         for i in range(count)
     ]
     return llm.generate([list(each) for each in ids], asked)

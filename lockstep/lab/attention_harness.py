@@ -39,6 +39,7 @@ from lockstep.types import Layout
 
 BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
+GroupIds = tuple[int, ...]
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
 LayerRows = list[list[Rows]]  # q, k, v by group and layer
 Memory = dict[tuple[int, int, int], Tensor]  # storage bits, by (group, layer, 0 for K or 1 for V)
@@ -144,7 +145,7 @@ class AttentionHarness(Judgement):
         for act in others:
             self.tables[act.request].release(act.cached_len + act.keep)
 
-    def plan(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
+    def plan(self, computes: list[Compute], groups: GroupIds) -> StepPlan:
         """Returns the step's plan, built by the functions that the engine uses."""
         shares = [
             Share(
@@ -166,7 +167,7 @@ class AttentionHarness(Judgement):
     def _depths(self, act: Compute) -> list[int]:
         return [len(self.script.path(uid)) for uid in act.uids]
 
-    def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
+    def _launch(self, computes: list[Compute], groups: GroupIds) -> None:
         before = self._memory() if self.setting.inspect else {}
         plan = self.compute(computes, groups)
         for g, layer, result in self.results:
@@ -182,16 +183,14 @@ class AttentionHarness(Judgement):
         for act in computes:
             self.tables[act.request].clear_moves()
 
-    def compute(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
+    def compute(self, computes: list[Compute], groups: GroupIds) -> StepPlan:
         """Runs a step and returns its plan; `results` receives the output of each layer."""
         self.results, self.step_uids = [], [uid for act in computes for uid in act.uids]
         plan = self.plan(computes, groups)
         self.runner.run(plan, self.step_uids, self.kinds[groups])
         return plan
 
-    def _forward(
-        self, groups: tuple[int, ...], ids: Tensor, positions: Tensor, step: Step
-    ) -> Tensor:
+    def _forward(self, groups: GroupIds, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         index = ids.cpu().long()
         for g, store, handle in zip(groups, step.stores, step.handles, strict=True):
             cross = self.specs[g].layout is Layout.CROSS
@@ -247,7 +246,7 @@ class AttentionHarness(Judgement):
             self.pads[g, length] = [result for _, _, result in alone.results]
         return self.pads[g, length]
 
-    def _audit(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
+    def _audit(self, plan: StepPlan, computes: list[Compute], groups: GroupIds) -> None:
         """Checks lengths and emitted rows by the lab's own arithmetic, and the image's arrays."""
         emits, begin = list[int](), 0
         for act in computes:
@@ -277,27 +276,25 @@ class AttentionHarness(Judgement):
         poison(pool, freed)
         self.used |= {(g, page) for page in freed}
 
-    def _count(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
+    def _count(self, plan: StepPlan, computes: list[Compute], groups: GroupIds) -> None:
         """Counts what the step really did: an equality proves nothing if its path was not taken."""
         real = slice(0, plan.real.tokens)
         positions, tails = plan.positions[real], plan.start[real] <= plan.positions[real]
         plain = [a for a in computes if a.parents is None and not a.encoder]
         trees = [a for a in computes if a.parents is not None]
         self.counters.update(
-            {
-                "steps": 1,
-                "empty_steps": not computes,
-                "rows": plan.real.tokens,
-                "pad_rows": plan.bucket.tokens - plan.real.tokens,
-                "batched_steps": len(computes) > 1,
-                "decode_rows": (plan.new_lens[: plan.real.requests] == 1).sum(),
-                "prefix_rows": sum(len(a.uids) for a in computes if a.cached_len),
-                "rejected_rows": sum(len(a.uids) - a.keep for a in plain),
-                "tail_rows": tails.sum(),
-                "shallow_ends": sum(self._depths(a)[-1] < max(self._depths(a)) for a in trees),
-                "infinite_keys": len(set(self.step_uids) & set(self.script.infinite)),
-                "encoder_rows": sum(len(a.uids) for a in computes if a.encoder),
-            }
+            steps=1,
+            empty_steps=not computes,
+            rows=plan.real.tokens,
+            pad_rows=plan.bucket.tokens - plan.real.tokens,
+            batched_steps=len(computes) > 1,
+            decode_rows=(plan.new_lens[: plan.real.requests] == 1).sum(),
+            prefix_rows=sum(len(a.uids) for a in computes if a.cached_len),
+            rejected_rows=sum(len(a.uids) - a.keep for a in plain),
+            tail_rows=tails.sum(),
+            shallow_ends=sum(self._depths(a)[-1] < max(self._depths(a)) for a in trees),
+            infinite_keys=len(set(self.step_uids) & set(self.script.infinite)),
+            encoder_rows=sum(len(a.uids) for a in computes if a.encoder),
         )
         for act in (*plain, *trees):
             kinds = {"batch": len(computes) > 1, "prefix": act.cached_len > 0}
@@ -333,7 +330,7 @@ class AttentionHarness(Judgement):
             for which, storage in enumerate(storages)
         }
 
-    def _compare(self, before: Memory, computes: list[Compute], groups: tuple[int, ...]) -> None:
+    def _compare(self, before: Memory, computes: list[Compute], groups: GroupIds) -> None:
         """Checks that the step changed exactly the slots it had to, to the values it had to."""
         self.note("writes", [])  # even if nothing is cached
         expected = {g: self._expected_writes(g, computes) for g in groups}

@@ -167,7 +167,7 @@ def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
     backend that promises bits; a recipe with trees needs one that supports tails."""
     recipe, feature = cell.pair()
     if cell.table is ENGINE and not backend.caps.invariances:
-        return "it promises no bits, and what an engine must hold are equalities of bits"
+        return "it promises no bits, and the engine's cells compare bits"
     tails = any(name.startswith("tail") for name in recipe.required_counters)
     given = device.place.type, tails, device.dtype
     groups = cell.table.groups(feature, device)
@@ -213,7 +213,7 @@ def apply_known_failures(result: Result, quick: bool, known: Mapping[str, str] =
         return result
     if result.verdict == "failed":
         return replace(result, verdict="known", reason=f"{cause} ({result.reason})")
-    reason = f"{result.verdict}, but listed in KNOWN of lab/cells.py ({cause}): take it out there"
+    reason = f"{result.verdict}, but listed in KNOWN of lab/cells.py ({cause}): remove it there"
     return replace(result, verdict="failed", reason=reason)
 
 
@@ -305,7 +305,7 @@ def run_reverts(
         "baseline": {cell: result.as_json() for cell, result in baseline.items()},
         "red": [cell for cell, result in baseline.items() if result.verdict != "passed"],
         "unproven": {
-            k["name"]: k["unasked"] or f"{k['target']} changes nothing"
+            k["name"]: k["unasked"] or f"a cell stays green with the bug in {k['target']}"
             for k in kills
             if not k["killed"]
         },

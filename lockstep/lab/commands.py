@@ -90,8 +90,8 @@ def matrix(args: Namespace) -> int:
     """Runs `lab matrix`."""
     backends, folder = picked_backends(args.backend), Path(args.docs)
     if not folder.is_dir():
-        rule, remedy = "the pages lie in docs/ of the repository", "Run this at its root, or pass"
-        raise RuleError(rule, f"{args.docs}: no such folder", f"{remedy} --docs")
+        remedy = "Run this at the root of the repository, or pass --docs"
+        raise RuleError("--docs is an existing folder", args.docs, remedy)
     for name in () if args.check else pages.FILES:
         outfile.check("--docs", str(folder / name))
     if args.source:
@@ -121,8 +121,8 @@ def cell_story(args: Namespace) -> int:
     cell, options = cells.Cell.parse(args.cell), options_of(args)
     steps = show.story(cell, options)
     if args.step is not None and not 0 <= args.step < len(steps):
-        rule = f"{cell} has the steps 0 to {len(steps) - 1}"
-        raise RuleError(rule, f"--step {args.step}", "Pick one of these")
+        rule = f"--step is from 0 to {len(steps) - 1}, the last step of {cell}"
+        raise RuleError(rule, str(args.step), "Pick one of these")
     kept = [s for s in steps if args.step in (None, s["step"])]
     doc = {"cell": str(cell), "checks": options.checks, "steps": kept}
     document.publish(args, doc, [show.text(cell, steps, args.step)])
@@ -160,16 +160,16 @@ def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """Returns the cells that the options select."""
     backends, device = picked_backends(args.backend), Device.of(args.device, args.dtype)
     every = [r.name for table in TABLES for r in table.recipes]
-    recipes = picked("a recipe is one of the lab's", args.recipe, every)
+    recipes = picked("--recipe names recipes of the lab", args.recipe, every)
     every = [f.name for table in TABLES for f in table.features_of(device)]
-    features = picked("a feature is one of the lab's", args.feature, every)
+    features = picked("--feature names features of the lab", args.feature, every)
     found = cells.cells(backends, device=device)
     if args.quick and not recipes and not features:
         found = [c for c in found if quick(c)]
     found = [c for c in found if not recipes or c.recipe in recipes]
     found = [c for c in found if not features or c.feature in features]
     if not found:
-        rule, got = "the recipe makes sense for the feature", f"{args.recipe} and {args.feature}"
+        rule, got = "a recipe applies to its feature", f"{args.recipe} and {args.feature}"
         raise RuleError(rule, got, "See `lockstep lab run --list`")
     return found
 

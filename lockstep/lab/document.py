@@ -105,7 +105,7 @@ def read(where: str, command: str, *keys: str) -> Document:
     except OSError as error:
         raise RuleError(rule, f"{where}: {error.strerror}", remedy) from None
     except ValueError:
-        raise RuleError(rule, f"{where}: no JSON", remedy) from None
+        raise RuleError(rule, f"{where}: not JSON", remedy) from None
     if not isinstance(value, dict) or not set(keys) <= set(value):
         raise RuleError(rule, f"{where} without {', '.join(keys)}", remedy)
     return value

@@ -93,7 +93,7 @@ class InstrumentedEngine(Engine):
     def _note(self, step: ScheduledStep) -> None:
         batch, tree, running = step.batch, self.scheduler.tree, len(self.scheduler.running)
         limit, before = self.config.max_running_requests, self.cached
-        counts = {g: np.count_nonzero(pool.tree_refs) for g, pool in tree.groups.items()}
+        counts = {g: int(np.count_nonzero(pool.tree_refs)) for g, pool in tree.groups.items()}
         self.cached = Counter(counts)
         self.seen["evicted_pages"] += (before - self.cached).total()
         self.seen["above_limit"] += max(running, len(batch.rows)) > limit

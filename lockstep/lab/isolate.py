@@ -50,9 +50,9 @@ def run(
                 answer = Died(f"no answer within {limit_s(job):.0f} s")
             except ProcessExpired as error:
                 code = int(error.exitcode or 0)
-                how = f"ended with code {code}"
+                how = f"exited with code {code}"
                 if code < 0:
-                    how = f"was ended by {signal.Signals(-code).name}"
+                    how = f"was killed by {signal.Signals(-code).name}"
                 answer = Died(f"the process {how}", max(code, 0))
             yield job, answer
     finally:

@@ -35,15 +35,14 @@ RIGHT = 0.8105  # chance of each guess: a + a^2 + a^3 = 2, so three yield 3.0 to
 OPTIONS = {"speculative_algorithm": "eagle3", "speculative_num_steps": 3, "graphs": True}
 COUNTERS = (*DRAFTS, VERIFY, "accepted_drafts", "rejected_drafts")  # of an engine that drafts
 DRAFT_VOCAB = 32_000  # largest draft vocabulary of the head
+Answers = Mapping[str, Sequence[int]]  # tokens by request id
 
 
 class Oracle:
     """Replaces the guesses of `draft` by `answers`, by request id: each token is right with
     probability `right`, otherwise another token is proposed."""
 
-    def __init__(
-        self, draft: ModelDraft, answers: Mapping[str, Sequence[int]], right: float
-    ) -> None:
+    def __init__(self, draft: ModelDraft, answers: Answers, right: float) -> None:
         self.draft, self.knows_chances = draft, False
         self.observe, self.launched, self.lag = draft.observe, draft.launched, draft.lag
         self.known: dict[str, list[int]] = {}
@@ -57,7 +56,7 @@ class Oracle:
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Returns trees of the draft's shapes, with the continuation along their first path."""
         trees = self.draft.propose(requests)
-        told = [self._told(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
+        told = [self._continuation(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
         if not any(tree.token_ids and tree.token_ids[0] < 0 for tree in trees):
             return [DraftTree(ids, tree.parents) for ids, tree in zip(told, trees, strict=True)]
         rows = -1 - GUESSES - np.array([*chain.from_iterable(tree.token_ids for tree in trees)])
@@ -67,7 +66,7 @@ class Oracle:
         runner.keep(to_device(torch.from_numpy(room), runner.ops.device), GUESSES)
         return trees
 
-    def _told(self, ask: DraftRequest, tree: DraftTree) -> tuple[int, ...]:
+    def _continuation(self, ask: DraftRequest, tree: DraftTree) -> tuple[int, ...]:
         spec, tokens = ask.request.spec, tree.token_ids
         begin, node = len(ask.request.tokens) - len(spec.prompt), 0
         known = self.known[spec.request_id]
@@ -85,7 +84,7 @@ class Oracle:
         return tuple(others)
 
 
-def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) -> None:
+def install(engine: Engine, answers: Answers, right: float) -> None:
     """Makes this draft propose for the engine. Without a card, decoding steps get the buckets that
     they have on one."""
     speculation = engine.speculation

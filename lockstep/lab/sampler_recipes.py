@@ -194,10 +194,8 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
     drawn = [job.output("").seed for job in jobs]
     rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
     rig.check("seed", len(set(drawn)) == 4, f"4 different seeds expected; drawn: {drawn}")
-    orders = [
-        StoryRequest((1, 2, 3), replace(params, seed=seed))
-        for params, seed in zip(kinds, drawn, strict=True)
-    ]
+    seeded = zip(kinds, drawn, strict=True)
+    orders = [StoryRequest((1, 2, 3), replace(params, seed=seed)) for params, seed in seeded]
     for i, job in enumerate(rig.play("seed", rig.engine(), orders)):
         same = job.output("").token_ids == jobs[i].output("").token_ids
         rig.check("seed", same, f"request {i} differs when its drawn seed is given")

@@ -90,11 +90,11 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
     backend = select.load(cell.backend)
     recipe, feature = cell.pair()
     if not recipe.applies_to(feature):
-        rule = "a cell's recipe makes sense for its feature"
+        rule = "a cell's recipe applies to its feature"
         raise RuleError(rule, str(cell), "See `lockstep lab run --list`")
     if reason := refusal(cell, backend, options.device):
-        rule = f"backend {cell.backend} takes the cell"
-        raise RuleError(rule, f"a refusal: {reason}", "Show it on another backend")
+        rule = f"backend {cell.backend} supports the cell"
+        raise RuleError(rule, f"a refusal: {reason}", "Show the cell on another backend")
     if cell.table is ENGINE:
         return engine_story(cell, options)
     here = feature.on(options.device)
@@ -115,10 +115,9 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
             known.append(engine)
             acts.append({"act": "engine", "number": len(known), **asdict(engine.config)})
         for own, cached_len in zip(step.batch.rows, step.cached_lens.tolist(), strict=True):
-            asked = {"new_len": own.new_len, "cached_len": cached_len}
+            piece = {"act": "piece", "request": own.request.arrival, "index": own.request.index}
             rows = {"samples": own.samples, "emitted": len(own.emit)}
-            who = {"request": own.request.arrival, "index": own.request.index}
-            acts.append({"act": "piece", **who, **asked, **rows})
+            acts.append({**piece, "new_len": own.new_len, "cached_len": cached_len, **rows})
         plan = build(step.kind.specs, step.work)
         names = [request.arrival for request in step.batch.requests]
         launch = describe(plan, step.kind.groups, names) | {"rows": []}

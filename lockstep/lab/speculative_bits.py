@@ -52,7 +52,7 @@ def command(args: Namespace) -> int:
     """Returns 1 if anything differs, or if a draft was never right or never wrong."""
     begin, chosen = time.perf_counter(), list(DRAFTS)
     if args.speculative != "all":
-        rule = f"--speculative is all, or some of {', '.join(DRAFTS)}, with commas"
+        rule = f"--speculative is all, oracle, or drafts among {', '.join(DRAFTS)}"
         chosen = picked(rule, [args.speculative], chosen)
     asked = {"prompts": args.prompts, "drafts": chosen, "noise": NOISE, "noise_seed": SEED}
     blocks = {} if args.source is None else earlier(args.source, asked)
@@ -66,7 +66,7 @@ def command(args: Namespace) -> int:
         play_one = partial(play, drafts=chosen, folder=folder, device=args.device)
         for block, answer in isolate.run(play_one, todo, args.workers, lambda _: BLOCK_S):
             if isinstance(answer, isolate.Died):
-                raise RuleError("a block of prompts is computed", answer.reason, "Run it again")
+                raise RuleError("every block is computed", answer.reason, "Resume with --from")
             blocks[str(block.start)] = answer
             doc |= {**judge(blocks), "seconds": round(time.perf_counter() - begin, 1)}
             if args.json not in (None, "-"):
@@ -81,8 +81,8 @@ def earlier(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     doc = document.read(where, "lockstep lab bits --speculative", "blocks")
     have = {name: doc.get(name) for name in asked}
     if have != asked:
-        rule = "a run goes on from a document of the same prompts and drafts"
-        raise RuleError(rule, f"{have}, not {asked}", "Leave --from out")
+        rule = "--from names a document of the same prompts and drafts"
+        raise RuleError(rule, f"{have}, not {asked}", "Omit --from")
     return dict(doc["blocks"])
 
 

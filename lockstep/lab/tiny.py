@@ -145,9 +145,7 @@ def save(tiny: Tiny, folder: Path, device: Device = CPU, **generation: Any) -> N
     config = {**tiny.stated, **ends, STATED: True}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation), "utf-8")
-    tensors = checkpoint(tiny, device).tensors
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / "model.safetensors")
+    save_file(dict(checkpoint(tiny, device).tensors), folder / "model.safetensors")
 
 
 class Letters(Tokenizer):

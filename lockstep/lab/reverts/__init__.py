@@ -93,8 +93,8 @@ def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
     if not title or missing:
         raise RuleError(
             f"a case file has a title and the sections {', '.join(SECTIONS)}",
-            f"{name} without {missing}",
-            "Write them",
+            f"{name} without {', '.join(missing) or 'a title'}",
+            "Add them",
         )
     return title, story
 
@@ -173,5 +173,5 @@ def resolve(target: str) -> tuple[Any, str, Any]:
         raise RuleError(
             "a revert's target exists",
             target,
-            "The code moved: point the revert at the function that took its place",
+            "The code moved: set TARGET to the function that replaced it",
         ) from None

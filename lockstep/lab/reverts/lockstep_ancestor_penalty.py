@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: what depends on earlier tokens, in a verify step"
+SOURCE = "class: state of earlier tokens in a verify step"
 TARGET = "lockstep.llm.engine:Engine._row_batch"
 CELLS = ("engine-draft/llama", "engine-tree/llama")
 RELATED = ("lockstep-penalty-preempt",)

@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep.lab.reverts import copied_once
 
-SOURCE = "class: an input beside the buffers"
+SOURCE = "class: an input outside of the recorded buffers"
 TARGET = "lockstep.run.runner:inputs"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
 RELATED = ("lockstep-frozen-slots", "lockstep-pad-tokens")

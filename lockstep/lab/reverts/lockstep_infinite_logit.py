@@ -28,7 +28,7 @@ from lockstep.kernels.cpu import sample
 from lockstep.kernels.cpu.sample import largest_bits, largest_key
 from lockstep.sample.formulas import EMPTY, KEY_INF, KEY_MINUS_INF, NAN, OK
 
-SOURCE = "class: a row that is not sound is sampled from"
+SOURCE = "class: sampling from an invalid row"
 TARGET = "lockstep.kernels.cpu.sample:compiled"
 CELLS = ("sample/llama",)
 RELATED = ("lockstep-beaten-block", "sglang-1779")

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: special tokens where a text goes on"
+SOURCE = "class: special tokens in the middle of a text"
 TARGET = "lockstep.llm.api:LLM._ids"
 CELLS = ("engine-text/llama", "engine-text/qwen3")
 RELATED = ("lockstep-item-tokens",)

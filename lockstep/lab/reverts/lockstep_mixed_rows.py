@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: results put together in another order"
+SOURCE = "class: results combined in another order"
 TARGET = "lockstep.spec.verify:verify"
 CELLS = ("engine-draft/llama",)
 RELATED = ("vllm-10863",)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: one noise for all nodes of a draft"
+SOURCE = "class: all nodes of a draft share one noise value"
 TARGET = "lockstep.llm.rows:Draws.positions"
 CELLS = ("engine-draft/llama", "engine-tree/llama")
 RELATED = ("lockstep-tree-depth", "sglang-7207")

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: the first of a batch for all"
+SOURCE = "class: a batch's first result for every request"
 TARGET = "lockstep.nn.layers:pool"
 CELLS = ("engine-embed/llama", "engine-embed/gpt-oss")
 RELATED = ("sglang-27343",)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: a default in place of what was asked for"
+SOURCE = "class: a default in place of the requested value"
 TARGET = "lockstep.sample.params:SamplingParams.max_new_len"
 CELLS = ("engine-end/llama", "engine-end/deepseek-v3")
 RELATED = ("lockstep-late-stop",)

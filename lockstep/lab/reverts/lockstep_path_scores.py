@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: what is reported beside an accepted path"
+SOURCE = "class: values reported for an accepted path"
 TARGET = "lockstep.llm.accept:gather_logprobs"
 CELLS = ("engine-tree/llama",)
 RELATED = ("sglang-7239",)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: noise that does not know the completion"
+SOURCE = "class: noise not keyed by completion"
 TARGET = "lockstep.sample.formulas:counter"
 CELLS = ("engine-n/llama", "sample/llama")
 RELATED = ("sglang-7207", "sglang-11096")

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SOURCE = "class: rows of a chunk taken for positions"
+SOURCE = "class: row indices of a chunk used as positions"
 TARGET = "lockstep.llm.rows:score"
 CELLS = ("engine-chunk/llama", "engine-score/qwen3")
 RELATED = ("lockstep-prompt-scores", "sglang-26329", "vllm-54498")
