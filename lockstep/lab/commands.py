@@ -90,8 +90,8 @@ def matrix(args: Namespace) -> int:
     """Runs `lab matrix`."""
     backends, folder = picked_backends(args.backend), Path(args.docs)
     if not folder.is_dir():
-        remedy = "Run this at the root of the repository, or pass --docs"
-        raise RuleError("--docs is an existing folder", args.docs, remedy)
+        got, remedy = f"{args.docs}: no such folder", "Run this at the root of the repository"
+        raise RuleError("--docs is an existing folder", got, remedy)
     for name in () if args.check else pages.FILES:
         outfile.check("--docs", str(folder / name))
     if args.source:

@@ -91,7 +91,9 @@ class Guarded:
         self.image: Ints = np.zeros(0, np.int32)  # the last step's, on the host
         self.images: dict[int, Tensor] = {}  # by length: one address each, as in an arena
 
-    def storage(self, shape: tuple[int, int, int], dtype: torch.dtype, _: torch.device) -> Tensor:
+    def storage(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Returns a cache storage full of poison, between canaries."""
         return self._between(math.prod(shape), dtype, "storage", True).view(dtype).view(shape)
 
