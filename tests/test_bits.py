@@ -44,7 +44,7 @@ def test_a_path_that_changes_answers_or_is_not_taken_is_a_fault(monkeypatch):
     found["paths"]["preemption"]["differ"] = 0
     found["paths"]["preemption"]["counters"]["preempted"] = 0
     (fault,) = bits.faults({"qwen3": found}, {"model": 0, "path": 0})
-    assert fault == "qwen3, preemption: preempted is 0: the path was not taken"
+    assert fault == "qwen3, preemption: the path was not taken: preempted is 0"
 
 
 def test_a_log_probability_differs_by_its_token_or_bits_or_if_it_is_nan_or_missing():
@@ -60,13 +60,15 @@ def test_a_log_probability_differs_by_its_token_or_bits_or_if_it_is_nan_or_missi
 def test_too_few_log_probabilities_are_a_fault_of_a_run_of_real_shapes():
     page = {"log_probabilities": 9_999, "differ": 0, "counters": {"other_pages": 1}}
     told = bits.faults({"m": {"paths": {"page": page}, "distance": None}}, bits.MANY["least"])
-    assert told == ["m, page: 9,999, not 10,000", "page: 9,999 over all models, not 125,000"]
+    few, all_few = "9,999 log-probabilities, fewer than 10,000", "9,999 over all models"
+    assert told == [f"m, page: {few}", f"page: {all_few}, fewer than 125,000"]
 
 
 def test_no_log_probability_at_all_is_a_fault_of_small_models_too():
     page = {"log_probabilities": 0, "differ": 0, "counters": {"other_pages": 1}}
     told = bits.faults({"m": {"paths": {"page": page}, "distance": None}}, bits.FEW["least"])
-    assert told == ["m, page: 0, not 1", "page: 0 over all models, not 1"]
+    few = "page: 0 log-probabilities, fewer than 1"
+    assert told == [f"m, {few}", "page: 0 over all models, fewer than 1"]
 
 
 def test_lab_bits_writes_its_findings_as_json(tmp_path, capsys):

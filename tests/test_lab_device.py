@@ -74,7 +74,7 @@ def test_bugs_that_a_backend_is_not_proven_against_are_listed(capsys: pytest.Cap
     assert cli.main(["lab", "reverts", *some]) == 0
     said = capsys.readouterr().out
     assert "reference is not proven against 2 bugs:" in said
-    assert "flashinfer-1148       a bug in the text of cpu" in said
+    assert "flashinfer-1148       a bug in the code of cpu" in said
     assert "lockstep-score-chunk  its cells are refused: it promises no bits" in said
     assert "1 reverts in" in said and "1 killed, 0 survived" in said
 
