@@ -125,8 +125,7 @@ def token_bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(amount)
     except ValueError:
-        rule = f"a token id and a number, like 42=-5; got {text!r}"
-        raise argparse.ArgumentTypeError(rule) from None
+        raise argparse.ArgumentTypeError(f"an id and a number, like 42=-5; got {text!r}") from None
 
 
 TYPES: dict[str, Any] = {"int": int, "float": float, "counts": counts, "token bias": token_bias}
@@ -173,11 +172,10 @@ def check_outputs(args: argparse.Namespace) -> None:
     if vars(args).get("curves"):
         outfile.check("--svg-dir", os.path.join(args.svg_dir, "curves.svg"))
     if given and vars(args).get("list"):
-        raise RuleError("--list prints names alone", " ".join(given), "Leave one of them out")
+        raise RuleError("--list only prints names", " ".join(given), "Leave one of them out")
     files = [os.path.realpath(where) for where in given.values() if where != "-"]
     if len(files) > len(set(files)):
-        rule = "--json and --html name two files"
-        raise RuleError(rule, given["--json"], "Choose another place for one of them")
+        raise RuleError("--json and --html name two files", given["--json"], "Change one of them")
 
 
 def with_revert(args: argparse.Namespace) -> int:
@@ -189,8 +187,7 @@ def with_revert(args: argparse.Namespace) -> int:
     from lockstep.lab import reverts
 
     revert = reverts.load(name)
-    setting = f"{reverts.ENVIRONMENT_VARIABLE}={name}"
-    notice = f"lockstep: {setting}: {revert.target} is the old one: {revert.title}"
+    notice = f"lockstep: LOCKSTEP_REVERT={name}: {revert.target} has its old bug: {revert.title}"
     print(notice, file=sys.stderr, flush=True)
     with reverts.swapped(revert):
         return call(args)

@@ -66,8 +66,8 @@ class EngineConfig:
                 count = checked_int(name, getattr(self, name), 1, INT32_MAX, DEFAULT)
                 object.__setattr__(self, name, count)
         for name, known in CHOICES.items():
-            said = isinstance(getattr(self, name), str) and getattr(self, name) in known
-            self._check(name, said, f"one of {', '.join(known)}", "Pick one of these")
+            fits = isinstance(getattr(self, name), str) and getattr(self, name) in known
+            self._check(name, fits, f"one of {', '.join(known)}", "Pick one of these")
         for name, (kind, rule, remedy) in KINDS.items():
             self._check(name, isinstance(getattr(self, name), kind), rule, remedy)
         self._check("model", is_model(self.model), FOLDER, "Leave it out for the built-in model")
@@ -84,17 +84,16 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         """Raises unless the algorithm exists, and its options are given only with it."""
         algorithm = self.speculative_algorithm
-        said = isinstance(algorithm, str | None) and algorithm in (None, *ALGORITHMS)
+        fits = isinstance(algorithm, str | None) and algorithm in (None, *ALGORITHMS)
         rule = f"one of {', '.join(ALGORITHMS)}"
-        self._check("speculative_algorithm", said, rule, "Leave it out to decode plainly")
+        self._check("speculative_algorithm", fits, rule, "Leave it out to decode without drafts")
         model = self.speculative_draft_model
         self._check("speculative_draft_model", is_model(model), "a folder or a hub id of a draft")
         for name in (*SPECULATIVE, "speculative_draft_model"):
-            if algorithm is None and getattr(self, name) is not None:
-                rule = f"{name} comes with speculative_algorithm"
-                raise RuleError(rule, format_value(getattr(self, name)), "Name the algorithm too")
+            fits = algorithm is not None or getattr(self, name) is None
+            self._check(name, fits, "given only with speculative_algorithm", "Set both")
         if algorithm == "ngram" and (model is not None or (self.speculative_eagle_topk or 1) > 1):
-            rule = "ngram guesses one chain from the text, without a model"
+            rule = "ngram drafts one chain from the text, without a model"
             got = f"draft model {model}, top-k {self.speculative_eagle_topk}"
             raise RuleError(rule, got, "Leave both out")
         if algorithm == "draft" and model is None:
@@ -116,15 +115,13 @@ class EngineConfig:
             sizes = getattr(self, name)
             if sizes is None:
                 continue
-            if self.bucket_sizes is None:
-                raise RuleError(
-                    f"{name} come with bucket_sizes", format_value(sizes), "Name those too"
-                )
-            listed = isinstance(sizes, tuple | list)
+            fits = self.bucket_sizes is not None
+            self._check(name, fits, "given only with bucket_sizes", "Set both")
+            listed = isinstance(sizes, tuple | list) and len(sizes) > 0
             counts = listed and all(type(n) is int and 1 <= n <= INT32_MAX for n in sizes)
-            if not counts or not sizes or list(sizes) != sorted(set(sizes)):
-                rule = f"{name} are rising whole numbers from 1 to {INT32_MAX}"
-                raise RuleError(rule, format_value(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
+            rising = counts and list(sizes) == sorted(set(sizes))
+            rule = f"a rising list of whole numbers from 1 to {INT32_MAX}"
+            self._check(name, rising, rule, "Use for example (1, 2, 4, 8, 16, 512)")
             if sizes[-1] < needed:
                 rule = f"the largest of {name} holds a step of {needed}"
                 raise RuleError(rule, str(sizes[-1]), "Add a larger one, or schedule less per step")

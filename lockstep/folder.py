@@ -19,7 +19,7 @@ def has(folder: Path, name: str) -> bool:
 
 def inside(folder: Path, name: str) -> Path:
     """Returns the path of a file in the folder, or in the blobs that the hub cache links to."""
-    path, rule = folder / name, "files of a model lie in its folder"
+    path, rule = folder / name, "a model's files are inside its folder"
     if not name or Path(name).name != name or name in (".", ".."):
         raise RuleError(rule, repr(name), "Use plain file names")
     roots = [folder.resolve()]
@@ -59,8 +59,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except RuleError:
         raise
     except (ValueError, RecursionError) as error:
-        rule = f"{name} is JSON"
-        raise RuleError(rule, f"{type(error).__name__}: {error}", "Check the file") from error
+        raise RuleError(f"{name} is JSON", str(error), "Check the file") from error
     if not isinstance(value, dict):
         raise RuleError(f"{name} is a JSON object", type(value).__name__, "Check the file")
     return value

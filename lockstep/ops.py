@@ -10,8 +10,7 @@ log-probabilities are float32 or wider.
 
 A kernel reads and writes memory without torch seeing it. So functions are marked, those of a table
 by `kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread
-receives every call. It may record the parts of a `transparent` one instead.
-"""
+receives every call. It may record the parts of a `transparent` one instead."""
 
 import functools
 import inspect
@@ -92,13 +91,12 @@ class Routing:
         enough = self.keep <= self.groups and self.k * self.groups <= self.experts * self.keep
         if min(counts) < 1 or self.experts % self.groups or not enough:
             got = f"k={self.k} of {self.experts} experts, {self.keep} of {self.groups} groups"
-            rule = "a router picks some of its experts, from some of their equal groups"
+            rule = "experts split into equal groups, and k of them fit into the groups kept"
             raise RuleError(rule, got, "Check config.json")
 
 
 class Ops(Protocol):
-    """The operations of one device. `Ops(dtype)` makes a table whose activations are of that dtype,
-    one of `dtypes`."""
+    """A device's operations. `Ops(dtype)` makes a table for activations of one of `dtypes`."""
 
     dtypes: tuple[str, ...]  # of activations, the device's default first
     dtype: torch.dtype  # of activations
@@ -114,8 +112,7 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """x · weightᵀ, rounded, then + bias, rounded: x activations [t, k], or per head [t, heads,
-        k / heads]; returns activations [t, n]. With a float32 weight x and the result are float32.
-        """
+        k / heads]; returns activations [t, n]. With a float32 weight x and result are float32."""
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         """y[:, i] = x[:, i] · weight[i]ᵀ of x activations [t, g, k]: y activations [t, g, n]. For
@@ -123,8 +120,7 @@ class Ops(Protocol):
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: Any) -> Tensor:
         """Multiplies every pair (row, expert) of `routes` by its expert's weight: x activations [t
-        · k_experts, k] as `dispatch` or an earlier call returned them; returns activations [t ·
-        k_experts, n]."""
+        · k_experts, k] of `dispatch` or an earlier call; returns activations [t · k_experts, n]."""
 
     # ---- experts ----
 
@@ -187,8 +183,7 @@ class Ops(Protocol):
 
     def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Averages x activations [t, n] over each span [begin, end) and divides the mean by its
-        norm, in float64, rounded once: returns float32 [len(spans), n]. Never in a captured step.
-        """
+        norm, in float64, rounded once: returns float32 [len(spans), n]. Never captured."""
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows] of x activations [n, d] and rows int32 [t], all of them below n: returns

@@ -1,7 +1,6 @@
 """The canonical order of every reduction: constants of the engine, never arguments; nothing here
 may depend on the batch, the chunk, the page size or the number of processors. `docs/numerics.md`
-states the order in words. Each device class names its own; an order that changes a bit is renamed.
-"""
+states the order in words. Each device class names its own; one that changes a bit is renamed."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

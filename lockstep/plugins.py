@@ -2,13 +2,12 @@
 owner. A failed import is a reason that is shown. `attention.select` and `kernels.select` have one
 `Plugins` each."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lockstep.types import Refused, RuleError, did_you_mean
+from lockstep.types import Refused, RuleError, check_one_of, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -23,20 +22,16 @@ class Plugins:
 
     def names(self) -> list[str]:
         """Returns every name that can be asked for, ours first."""
-        return [*self.own, *sorted(self.outside())]
+        return [*self.own, *self.outside()]
 
     def make(self, name: str, *args: Any) -> Any:
         """Makes the plugin called `name` with `args`; raises Refused with a reason if it fails."""
-        outside = self.outside()
-        if name not in self.own and name not in outside:
-            remedy = did_you_mean(name, self.names(), "Install the package that has it")
-            rule = f"a {self.kind} is one of {', '.join(self.names())}"
-            raise RuleError(rule, repr(name), remedy)
+        known, own = self.names(), self.own.get(name)
+        remedy = did_you_mean(name, known, "Install the package that has it")
+        check_one_of(known, f"a {self.kind}", name, remedy)
+        entry = EntryPoint(name, f"{own}:{self.attribute}", "") if own else self.outside()[name]
         try:
-            if name in outside:
-                made = outside[name].load()(*args)
-            else:
-                made = getattr(importlib.import_module(self.own[name]), self.attribute)(*args)
+            made = entry.load()(*args)
         except RuleError:
             raise
         except Exception as error:  # whatever a plugin's import or constructor raises
@@ -46,7 +41,7 @@ class Plugins:
         missing = [each for each in named if each[0] != "_" and not hasattr(made, each)]
         if missing:
             rule = f"{self.kind} {name} has all of {self.protocol.__module__}.{self.attribute}"
-            raise Refused(rule, f"none called {', '.join(missing)}", "Add what is missing")
+            raise Refused(rule, f"no {', '.join(missing)}", "Add what is missing")
         return made
 
     def owned(self, name: str) -> str:
@@ -67,7 +62,7 @@ class Plugins:
         return found
 
     def _clash(self, entry: EntryPoint, other: str) -> None:
-        rule = f"one {self.kind} is called {entry.name}"
+        rule = f"only one {self.kind} is called {entry.name}"
         got = f"{entry.value} of {distribution(entry)}, and {other}"
         raise RuleError(rule, got, "Uninstall one of the packages, or rename its entry point")
 

@@ -53,8 +53,8 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
-            remedy = "Decode it as what it is, or with errors='replace'"
-            raise RuleError("a text is made of characters", got, remedy) from None
+            remedy = "Decode it with its own encoding, or with errors='replace'"
+            raise RuleError("a text is valid Unicode", got, remedy) from None
         ids: list[int] = self.library.encode(text, add_special_tokens=add_special).ids
         return ids
 

@@ -3,7 +3,7 @@ from the model at load), KV formats, and errors. Imports neither torch nor numpy
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import StrEnum
@@ -43,6 +43,12 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"Did you mean {close[0]}?" if close else otherwise
 
 
+def check_one_of(known: Collection[str], name: str, value: Any, remedy: str) -> None:
+    """Raises unless `value` is one of the `known` strings."""
+    if not isinstance(value, str) or value not in known:
+        raise RuleError(f"{name} is one of {', '.join(known)}", format_value(value), remedy)
+
+
 def with_fields(kind: type[T], given: Mapping[str, Any], what: str) -> T:
     """Makes a dataclass from its fields by name; raises RuleError for an unknown name."""
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -60,9 +66,8 @@ def checked_int(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     except TypeError:
         result = low - 1
     if not low <= result <= high:
-        raise RuleError(
-            f"{name} is a whole number from {low} to {high}", format_value(value), remedy
-        )
+        rule = f"{name} is a whole number from {low} to {high}"
+        raise RuleError(rule, format_value(value), remedy)
     return result
 
 
@@ -125,8 +130,7 @@ class AttnSpec:
         for name in ("scale", "soft_cap", "k_scale", "v_scale"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                none = "Use None for no soft cap"
-                remedy = none if name == "soft_cap" else "Take it from the checkpoint, or 1.0"
+                remedy = "Use None for no cap" if name == "soft_cap" else "Use the checkpoint's"
                 raise RuleError(f"{name} is a finite number above 0", repr(value), remedy)
 
 
@@ -153,36 +157,33 @@ class GroupSpec:
         if self.heads % self.kv_heads:
             rule = "heads is a multiple of kv_heads"
             raise RuleError(rule, f"{self.heads} and {self.kv_heads}", "Check the model's config")
-        if self.kv_dtype not in KV_FORMATS:
-            rule = f"kv_dtype is one of {', '.join(KV_FORMATS)}"
-            raise RuleError(rule, repr(self.kv_dtype), "Pick one of these")
+        check_one_of(KV_FORMATS, "kv_dtype", self.kv_dtype, "Pick one of these")
         for attn in self.layers:
             if attn.sinks is not None and len(attn.sinks) != self.heads:
                 got = f"{len(attn.sinks)} sinks, {self.heads} heads"
                 raise RuleError("sinks hold one logit per query head", got, "Check the weights")
         if self.window is not None and not 1 <= self.window <= INT32_MAX:
-            rule = "window counts the keys a row sees, itself included, so it is at least 1"
+            rule = "window, the number of keys a row sees, itself included, is at least 1"
             raise RuleError(rule, repr(self.window), "Use None for no window")
         if self.window is not None and not self.causal:
             rule = "a window needs a causal group"
             raise RuleError(rule, f"window={self.window}, causal=False", "Drop one of them")
         if self.layout is Layout.CROSS and self.causal:
-            rule = "cross attention sees the whole encoder"
-            raise RuleError(rule, "causal=True", "Pass causal=False")
+            raise RuleError("a cross group is not causal", "causal=True", "Pass causal=False")
         if self.layout is not Layout.CROSS and self.layout is not Layout.FRESH and not self.causal:
             rule = "a cached group is causal: a later row would change an earlier one"
             raise RuleError(rule, "causal=False", "Use Layout.FRESH or Layout.CROSS")
         if self.layout is Layout.LATENT and (self.kv_heads != 1 or self.d_v > self.d_qk):
-            rule = "a latent row is one kv head whose first d_v of d_qk columns are V"
+            rule = "a latent group has one kv head, whose first d_v of d_qk columns are V"
             got = f"kv_heads={self.kv_heads}, d_qk={self.d_qk}, d_v={self.d_v}"
             raise RuleError(rule, got, "Use kv_heads=1 and d_v <= d_qk")
         if self.layout is Layout.LATENT and any(a.v_scale != a.k_scale for a in self.layers):
-            rule = "K and V of a latent row are the same numbers"
-            raise RuleError(rule, "k_scale != v_scale", "Give both the same scale")
+            rule = "a latent group's k_scale and v_scale are equal: K and V are the same numbers"
+            raise RuleError(rule, "different scales", "Give both the same scale")
         scaled = any(attn.k_scale != 1 or attn.v_scale != 1 for attn in self.layers)
         if self.layout is Layout.FRESH and (scaled or self.kv_dtype != "float32"):
             got = f"kv_dtype={self.kv_dtype} or a K/V scale"
-            raise RuleError("a fresh group stores nothing", got, "Use float32 and scales of 1")
+            raise RuleError("a fresh group stores no keys", got, "Use float32 and scales of 1")
 
     @property
     def group_size(self) -> int:

@@ -104,8 +104,8 @@ def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
         (np.array([1.0, 2.0]), f"{IDS}; got np.float64(1.0). Use this model's tokenizer."),
         (
             ["a", "b\ud800"],
-            "a text is made of characters; got U+D800, a lone surrogate, at character 1. "
-            "Decode it as what it is, or with errors='replace'.",
+            "a text is valid Unicode; got U+D800, a lone surrogate, at character 1. "
+            "Decode it with its own encoding, or with errors='replace'.",
         ),
     ],
     ids=lambda value: format_value(value)[:40],
@@ -359,8 +359,8 @@ def test_a_suggestion_ends_with_its_question_mark():
     [
         (
             {"stop": ["\ud800"]},
-            "a stop is made of characters; got '\\ud800', with a lone surrogate. No text holds it: "
-            "leave it out.",
+            "a stop is valid Unicode; got '\\ud800', with a lone surrogate. No text has one: leave "
+            "it out.",
         ),
         (
             {"seed": 10**9999},
@@ -411,12 +411,12 @@ def test_a_bad_parameter_is_reported_in_one_line(given: dict[str, Any], line: st
     [
         (
             {"max_total_tokens": 2**31 - 1},
-            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for "
+            r"^the cache fits into its device's memory of [\d,]+ B; got [\d,]+ B for "
             r"2,147,483,647 tokens",
         ),
         (
             {"page_size": 2**31 - 1},
-            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for [\d,]+ "
+            r"^the cache fits into its device's memory of [\d,]+ B; got [\d,]+ B for [\d,]+ "
             r"pages of 2,147,483,647",
         ),
         (

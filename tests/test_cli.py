@@ -120,7 +120,7 @@ def test_a_misspelt_argument_is_reported_in_one_line_with_a_suggestion(
         ("lab reverts --name sglang-2736", "Did you mean sglang-"),
         ("lab matrix --from nowhere.json", "nowhere.json"),
         ("lab matrix --docs nowhere", "no such folder"),
-        ("lab run --list --json -", "--list prints names alone; got --json"),
+        ("lab run --list --json -", "--list only prints names; got --json"),
     ],
 )
 def test_a_user_error_prints_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
@@ -212,7 +212,7 @@ def test_two_outputs_cannot_name_the_same_file(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["lab", "run", *CELL, "--json", where, "--html", where]) == 2
     assert (
         capsys.readouterr().err
-        == f"lockstep: --json and --html name two files; got {where}. Choose another place for one "
+        == f"lockstep: --json and --html name two files; got {where}. Change one "
         "of them.\n"
     )
 

@@ -305,10 +305,10 @@ BAD = {
             config, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         )
     ),
-    "head_dim in config.json, from 1 on, fits the files: .* got 2147483648": (
+    "head_dim in config.json is from 1 to .*: the files hold .* got 2147483648": (
         lambda config, weights: change(config, head_dim=2**31)
     ),
-    "num_attention_heads in config.json, from 1 on, fits the files: .* got 1000000": (
+    "num_attention_heads in config.json is from 1 to .*: the files hold .* got 1000000": (
         lambda config, weights: change(config, num_attention_heads=10**30)
     ),
     "config.json describes a head; got AttributeError": (

@@ -122,7 +122,7 @@ def test_a_package_that_takes_our_backends_name_is_an_error_naming_both(tmp_path
     install(tmp_path, "usurper", "cpu")
     monkeypatch.syspath_prepend(tmp_path)
     match = (
-        r"one backend is called cpu; got usurper:Backend of usurper-2.5, and lockstep's own "
+        r"only one backend is called cpu; got usurper:Backend of usurper-2.5, and lockstep's own "
         r"lockstep.attention.cpu"
     )
     with pytest.raises(RuleError, match=match):

@@ -130,7 +130,7 @@ def test_a_json_document_is_written_to_a_folder_that_is_created(capsys, tmp_path
         (("x", "--stop", ""), "stop"),
         (("x", "--stop", "a" * 300), "stop"),
         (("x", "--logit-bias", "4096=1"), "logit_bias names tokens from 0 to 4095; got 4096"),
-        (("x", "--logit-bias", "abc"), "a token id and a number"),
+        (("x", "--logit-bias", "abc"), "an id and a number"),
         (("x", "--logit-bias", "1=nan"), "logit_bias"),
         (("x", "--temprature", "1"), "Did you mean --temperature?"),
         (
@@ -144,8 +144,8 @@ def test_a_json_document_is_written_to_a_folder_that_is_created(capsys, tmp_path
         ),
         (
             ("x\udcff",),
-            "a text is made of characters; got U+DCFF, a lone surrogate, at character 1. Decode it "
-            "as what it is",
+            "a text is valid Unicode; got U+DCFF, a lone surrogate, at character 1. Decode it "
+            "with its own encoding",
         ),
         (("x", "--json", ""), "--json names a file; got ''. Use - for stdout."),
         (

@@ -127,10 +127,16 @@ def test_a_replaced_function_of_the_sampling_kernel_has_the_same_parameters(name
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ((4, 2), "bucket_sizes are rising whole numbers from 1 to 2147483647; got (4, 2)."),
-        ((), "bucket_sizes are rising whole numbers from 1 to 2147483647; got ()."),
-        ((1, 2.0), "bucket_sizes are rising whole numbers from 1 to 2147483647; got (1, 2.0)."),
-        ("12", "bucket_sizes are rising whole numbers from 1 to 2147483647; got '12'."),
+        (
+            (4, 2),
+            "bucket_sizes is a rising list of whole numbers from 1 to 2147483647; got (4, 2).",
+        ),
+        ((), "bucket_sizes is a rising list of whole numbers from 1 to 2147483647; got ()."),
+        (
+            (1, 2.0),
+            "bucket_sizes is a rising list of whole numbers from 1 to 2147483647; got (1, 2.0).",
+        ),
+        ("12", "bucket_sizes is a rising list of whole numbers from 1 to 2147483647; got '12'."),
         ((1, 100), "the largest of bucket_sizes holds a step of 512; got 100."),
     ],
 )

@@ -368,7 +368,7 @@ def test_a_partial_rotary_factor_is_ignored_or_refused_as_in_transformers():
         == whole
     )
     with pytest.raises(
-        RuleError, match="with rope_type linear all columns of a head turn, in transformers too"
+        RuleError, match="with rope_type linear all columns of a head rotate, in transformers too"
     ):
         rope.make(
             {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -384,15 +384,15 @@ def test_a_partial_rotary_factor_is_ignored_or_refused_as_in_transformers():
             {"rope_type": "longrope", "rope_theta": 1e4},
             "rope_type is one of default, linear.*got 'longrope'",
         ),
-        (
-            {"rope_type": "yarn", "rope_theta": 1e4},
-            "rope_parameters of type yarn are complete.*KeyError",
-        ),
-        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}, "finite frequencies"),
-        ({"rope_theta": -3.0}, "finite frequencies"),
+        ({"rope_type": "yarn", "rope_theta": 1e4}, "yarn rope_parameters are complete.*KeyError"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}, "frequencies finite"),
+        ({"rope_theta": -3.0}, "frequencies finite"),
         ({"rope_theta": "1e4"}, "complete and positive.*TypeError"),
         ({"rope_theta": 1e-30}, "angles are at most 536870912"),
-        ({"rope_theta": 1e4, "partial_rotary_factor": 1e12}, "fraction of a head's columns"),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 1e12},
+            r"partial_rotary_factor is in \(0, 1\]",
+        ),
     ],
 )
 def test_bad_rope_parameters_are_refused(params, match):
@@ -606,8 +606,8 @@ def test_absurd_sizes_are_refused_before_anything_is_allocated(folder, values):
     change(folder, **values)
     with pytest.raises(
         RuleError,
-        match=f"{next(iter(values))} in config.json, from 1 on, fits the files: 21 tensors, "
-        "the largest dimension is 50",
+        match=f"{next(iter(values))} in config.json is from 1 to (50|21): the files hold 21 "
+        "tensors with dimensions up to 50",
     ):
         load(folder)
 
@@ -647,15 +647,15 @@ def test_configs_that_fit_no_model_are_refused(folder, values):
         ),
         (
             {"rms_norm_eps": -1e-6},
-            "rms_norm_eps in config.json is a number from 0 on; got -1e-06. Check the file.",
+            "rms_norm_eps in config.json is a number, 0 or above; got -1e-06. Check the file.",
         ),
         (
             {"rms_norm_eps": "1e-6"},
-            "rms_norm_eps in config.json is a number from 0 on; got '1e-6'. Check the file.",
+            "rms_norm_eps in config.json is a number, 0 or above; got '1e-6'. Check the file.",
         ),
         (
             {"rms_norm_eps": None},
-            "rms_norm_eps in config.json is a number from 0 on; got None. Check the file.",
+            "rms_norm_eps in config.json is a number, 0 or above; got None. Check the file.",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
@@ -676,8 +676,9 @@ def test_configs_that_fit_no_model_are_refused(folder, values):
         *(
             (
                 {key: 0},
-                f"{key} in config.json, from 1 on, fits the files: 21 tensors, the largest "
-                "dimension is 50; got 0. Check that config and weights belong together.",
+                f"{key} in config.json is from 1 to {21 if key == 'num_hidden_layers' else 50}: "
+                "the files hold 21 tensors with dimensions up to 50; got 0. Check that config and "
+                "weights belong together.",
             )
             for key in (
                 "vocab_size",
@@ -690,11 +691,11 @@ def test_configs_that_fit_no_model_are_refused(folder, values):
         ),
         (
             {"eos_token_id": 50},
-            "eos_token_id in config.json names tokens from 0 to 49; got 50. Mend the file.",
+            "eos_token_id in config.json names tokens from 0 to 49; got 50. Correct the file.",
         ),
         (
             {"eos_token_id": [2, -1]},
-            "eos_token_id in config.json names tokens from 0 to 49; got -1. Mend the file.",
+            "eos_token_id in config.json names tokens from 0 to 49; got -1. Correct the file.",
         ),
     ],
     ids=str,
@@ -717,8 +718,8 @@ def test_an_end_token_that_the_model_does_not_have_is_refused(folder, eos):
         load(folder)
     assert (
         str(error.value)
-        == f"eos_token_id in generation_config.json names tokens from 0 to 49; got {wrong!r}. Mend "
-        "the file."
+        == f"eos_token_id in generation_config.json names tokens from 0 to 49; got {wrong!r}. "
+        "Correct the file."
     )
 
 
@@ -750,7 +751,7 @@ def test_an_index_cannot_name_a_file_outside_the_folder(folder, name):
     index = shard(folder)
     shutil.copy(folder / "model-0.safetensors", folder.parent / "outside.safetensors")
     write_index(folder, {**index, "model.norm.weight": name})
-    with pytest.raises(RuleError, match="files of a model lie in its folder"):
+    with pytest.raises(RuleError, match="a model's files are inside its folder"):
         load(folder)
 
 
@@ -787,7 +788,7 @@ def test_an_index_that_names_a_missing_tensor_or_file_is_refused(folder):
     write_index(folder, {**index, "model.norm.weight": "model-0.safetensors"})
     with pytest.raises(
         RuleError,
-        match=r"a file holds the tensors that the index says; got model-0.safetensors without "
+        match=r"a file holds the tensors that the index names; got model-0.safetensors without "
         r"model.norm.weight",
     ):
         load(folder)
@@ -811,7 +812,7 @@ def test_a_tensor_in_two_files_is_refused(folder):
         },
         folder / "model-0.safetensors",
     )
-    with pytest.raises(RuleError, match=r"a tensor lies in one file; got model.norm.weight"):
+    with pytest.raises(RuleError, match=r"a tensor is in one file only; got model.norm.weight"):
         load(folder)
 
 

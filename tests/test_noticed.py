@@ -191,7 +191,7 @@ def test_a_backend_or_device_that_lacks_a_member_is_refused_with_its_name(found,
     half = EntryPoint("half", f"{__name__}:Half", found.group)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [half])
     missing = {"backend": "caps, derived_len, lower,", "device": "dtype, device, machine, gemm_"}
-    text = f"{found.kind} half has all of lockstep.*; got none called {missing[found.kind]}"
+    text = f"{found.kind} half has all of lockstep.*; got no {missing[found.kind]}"
     with pytest.raises(Refused, match=text):
         found.make("half")
 

@@ -239,7 +239,7 @@ def test_check_refuses_a_plan_with_wrong_pages_lengths_or_slots():
     g = group(plan)
     cases = {
         "page ids are below the pool's": {"page_ids": ints([POOL, *g.page_ids[1:]])},
-        "a page that a request writes is in no other place": {
+        "a page that is written is in one page table, once": {
             "page_ids": ints([g.page_ids[0], g.page_ids[3], *g.page_ids[2:]])
         },
         "kv_len is 1": {"kv_lens": ints(g.kv_lens + 2)},
@@ -254,7 +254,7 @@ def test_check_refuses_a_plan_with_wrong_pages_lengths_or_slots():
     for rule, fields in cases.items():
         with pytest.raises(PlanError, match=rule):
             b.check(broken(plan, **fields))
-    with pytest.raises(PlanError, match="plain rows stand at"):
+    with pytest.raises(PlanError, match="row j of a request without a tree is at"):
         b.check(replace(plan, positions=ints([5, 7, 9, 10, 11]), start=ints([6, 8, 10, 11, 12])))
 
 
@@ -325,9 +325,9 @@ def test_check_names_the_rule_that_a_plan_breaks():
         "2 where 5 belongs (rows, entry 1)",
         "-1 (rows, entry 0)",
         "0 where 5 belongs (rows, entry 1)",
-        "2 > 1 (rows, entry 1)",
+        "2 entries for 1 (rows, entry 1)",
         "5 where 6 belongs (rows, entry 0)",
-        "5 of 5 (rows, entry 0)",
+        "5 (rows, entry 0)",
         "8 (group 0, entry 0)",
         "99 (group 0, entry 2)",
         "1, pages of 2 (group 0, entry 0)",
@@ -377,7 +377,7 @@ def test_two_requests_may_read_one_page_but_not_write_it():
     b.check(plan)
     table = b.table()
     first = b.work(5, 1, table)
-    with pytest.raises(PlanError, match="in no other place"):
+    with pytest.raises(PlanError, match="is in one page table, once"):
         b.check(b.build(first, first))
 
 
@@ -387,14 +387,14 @@ def test_two_requests_may_read_one_page_but_not_write_it():
         ({"new_len": 0}, "at least one row"),
         ({"cached_len": -1}, "at least one row"),
         ({"cached_len": 2**31 - 2, "new_len": 5}, "fit in int32"),
-        ({"emit": (7,)}, "emit names rows"),
+        ({"emit": (7,)}, "emit has row numbers"),
         ({"emit": (0, 3)}, "row 3 of 3"),
-        ({"pages": ()}, "one entry of pages per group"),
-        ({"pages": (None,)}, "a cached group needs pages"),
+        ({"pages": ()}, "has pages in every cached group"),
+        ({"pages": (None,)}, "None in every fresh one"),
         ({"cached_len": 12}, "pages cover its keys"),
-        ({"cross_new": 1}, "an encoder is written whole"),
-        ({"cross_new": 1, "cross_len": 9}, "an encoder is written whole"),
-        ({"cross_new": 3, "cross_len": 2}, "an encoder is written whole"),
+        ({"cross_new": 1}, "an encode step writes all encoder keys"),
+        ({"cross_new": 1, "cross_len": 9}, "an encode step writes all encoder keys"),
+        ({"cross_new": 3, "cross_len": 2}, "an encode step writes all encoder keys"),
     ],
 )
 def test_a_work_that_makes_no_sense_is_refused(fields, match):
@@ -447,8 +447,8 @@ def test_an_image_holds_its_plan_and_offsets_depend_on_the_bucket_alone(shares, 
         ({"kv_dtype": "int4"}, "kv_dtype is one of"),
         ({"page_size": 0}, "at least 1"),
         ({"layout": Layout.LATENT}, "one kv head"),
-        ({"layout": Layout.CROSS}, "sees the whole encoder"),
-        ({"layout": Layout.FRESH, "kv_dtype": "bfloat16"}, "stores nothing"),
+        ({"layout": Layout.CROSS}, "a cross group is not causal"),
+        ({"layout": Layout.FRESH, "kv_dtype": "bfloat16"}, "stores no keys"),
         ({"layers": (AttnSpec(0.5, sinks=(0.1,)),)}, "one logit per query head"),
     ],
 )

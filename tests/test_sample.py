@@ -165,9 +165,7 @@ def test_a_seed_is_drawn_once_and_a_given_one_is_kept():
     drawn = {resolve_seed(SamplingParams()).seed for _ in range(20)}
     assert None not in drawn and len(drawn) == 20
     assert resolve_seed(SEEDED) is SEEDED
-    with pytest.raises(
-        RuleError, match="a sampled row has a seed, and is one completion's; got seed=None"
-    ):
+    with pytest.raises(RuleError, match="a sampled row has a seed and n=1; got seed=None"):
         sample(torch.zeros(1, 4), [Row(SamplingParams(), 0)])
 
 

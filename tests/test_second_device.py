@@ -135,7 +135,7 @@ def test_two_devices_of_one_name_are_an_error_naming_both(outside, tmp_path, mon
     register(tmp_path / "other", "usurper", cpu="rowwise_ops:Ops")
     monkeypatch.syspath_prepend(tmp_path / "other")
     match = (
-        r"one device is called cpu; got rowwise_ops:Ops of usurper-1.0, and lockstep's own "
+        r"only one device is called cpu; got rowwise_ops:Ops of usurper-1.0, and lockstep's own "
         r"lockstep.kernels.cpu.ops"
     )
     with pytest.raises(RuleError, match=match):

@@ -224,7 +224,7 @@ def test_an_error_after_accepted_tokens_ends_the_path_before_it():
     ("options", "said"),
     [
         ({"speculative_algorithm": "magic"}, "ngram, draft, eagle, eagle3; got 'magic'"),
-        ({"speculative_num_steps": 3}, "comes with speculative_algorithm; got 3"),
+        ({"speculative_num_steps": 3}, "is given only with speculative_algorithm; got 3"),
         ({**NGRAM, "speculative_eagle_topk": 2}, "one chain from the text"),
         ({**NGRAM, "speculative_eagle_topk": 0}, "a whole number from 1"),
         ({"speculative_algorithm": "draft"}, "needs speculative_draft_model; got none"),

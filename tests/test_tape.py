@@ -562,7 +562,10 @@ def test_rows_requests_and_emits_are_each_rounded_up_to_their_own_grid():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"request_bucket_sizes": (8,)}, "request_bucket_sizes come with bucket_sizes; got (8,)."),
+        (
+            {"request_bucket_sizes": (8,)},
+            "request_bucket_sizes is given only with bucket_sizes; got (8,).",
+        ),
         (
             {"bucket_sizes": (512,), "request_bucket_sizes": (64,)},
             "the largest of request_bucket_sizes holds a step of 65; got 64.",

@@ -176,7 +176,7 @@ def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path,
         outside.unlink()
     with pytest.raises(RuleError) as error:
         Tokenizer.from_folder(folder)
-    got = f"files of a model lie in its folder; got tokenizer.json → {outside}."
+    got = f"a model's files are inside its folder; got tokenizer.json → {outside}."
     assert str(error.value) == f"{got} Replace the link by the file."
 
 

@@ -2,8 +2,7 @@
 
 `lower` writes numbers into a step's image; `bind` sees the bucket and addresses but no numbers, so
 that a launch can be recorded once per bucket and replayed. The keys that a row sees and a layer's
-score constants are derived here for all backends but the reference, which states its own.
-"""
+score constants are derived here for all backends but the reference, which states its own."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ class Backend(Protocol):
     """An attention implementation. A backend is a file whose class `Backend` implements this.
 
     Per step and group: `lower`, then the one copy of the image, then `attend` of every layer. A
-    backend that derives nothing inherits `derived_len` and `lower`.
-    """
+    backend that derives nothing inherits `derived_len` and `lower`."""
 
     caps: Caps
 
@@ -82,8 +80,7 @@ class Backend(Protocol):
         int32 [derived_len]; `views` are numpy arrays of the step's image. Touches no cache.
 
         Returns the variant of the launch, if the bucket does not determine it: a recorded launch is
-        replayed for steps of the same bucket and variant.
-        """
+        replayed for steps of the same bucket and variant."""
         return None
 
     def wider(self, spec: GroupSpec, bucket: Bucket, variant: Hashable) -> tuple[Hashable, ...]:

@@ -1,7 +1,6 @@
 """Attention on the CPU: our own kernel, in the canonical order. The default without a GPU.
 
-`lower` derives what rows see and which are computed together; `bind` adds the layers' constants.
-"""
+`lower` derives what rows see and which are computed together; `bind` adds the layers' constants."""
 
 from collections import namedtuple
 from collections.abc import Hashable
@@ -168,8 +167,7 @@ def call(
     lse    float32 [T, H]: ln of the softmax denominator, sink included, or -inf.
     layer  `constants`
 
-    A row's bits depend on its query and keys alone. Slots that a block does not see are never read.
-    """
+    A row's bits depend on its query and keys alone. A block reads no slot that it does not see."""
     keys = (k.itemsize, *k.stride()[:2], *v.stride()[:2])
     known = (work, keys, threads.setting())
     if known not in handle.calls:

@@ -1,8 +1,7 @@
 """The executable definition of attention: float64, a row at a time, from the address formula.
 
 Never tuned and never adapted to a backend: it derives positions, window and causality by itself.
-`attend_row` is also the formula of the lab's oracle, which knows no pages at all.
-"""
+`attend_row` is also the formula of the lab's oracle, which knows no pages at all."""
 
 import math
 from collections.abc import Hashable
@@ -26,7 +25,6 @@ CAPS = replace(
     devices=frozenset({"cpu", "cuda"}),
     activation_dtypes=frozenset({"float32", "bfloat16", "float16"}),
     kv_dtypes=frozenset(KV_FORMATS),
-    head_multiple=1,
     head_max=1 << 20,
 )
 

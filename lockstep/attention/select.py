@@ -2,8 +2,7 @@
 
 A backend is `lockstep/attention/<name>.py`, or an entry point of the group `lockstep.backends` in
 another package. Unless one is named, only backends that promise bits are considered. A failed
-import is part of the reason that is shown.
-"""
+import is part of the reason that is shown."""
 
 import pkgutil
 from collections.abc import Sequence
@@ -15,7 +14,9 @@ from lockstep.plugins import Plugins
 from lockstep.types import Choice, GroupSpec, Layout, Refused
 
 HELPERS = ("base", "select")  # files of this folder that are not backends
-BY_NAME = 'Ask for attention_backend="reference" by name: right values, no promise of bits, slow'
+BY_NAME = (
+    'Ask for attention_backend="reference" by name: accurate and slow, its bits are not promised'
+)
 FILES = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)])]
 OWN = sorted(set(FILES) - set(HELPERS), key=lambda name: (name == "reference", name))
 BACKENDS = Plugins(
@@ -52,13 +53,13 @@ def select(
         refusals = (refusal(backend.caps, spec, device, dtype=dtype) for spec in specs)
         why = next(filter(None, refusals), None)
         if backend.caps.order != "canonical":
-            why = "it promises no bits"
+            why = "it does not promise bit-identical results"
         if why is None:
             because = f" ({'; '.join(passed_over)})" if passed_over else ""
             reason = f"the first that can do all {len(specs)} groups on {device}{because}"
             return backend, Choice(candidate, reason)
         passed_over.append(f"not {candidate}: {why}")
-    rule = f"some backend that promises bits can do what the model needs on {device}"
+    rule = f"a backend with bit-identical results can do what the model needs on {device}"
     raise Refused(rule, "; ".join(passed_over), BY_NAME)
 
 

@@ -3,8 +3,7 @@
 
 The writer also returns what to read: `keys(layer, k, v)` of a group's view. Backends never write.
 The bytes of a group have one formula: exactly these shapes are allocated, padding included, and the
-arithmetic is printed at start.
-"""
+arithmetic is printed at start."""
 
 import gc
 import os
@@ -63,10 +62,10 @@ def free_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_fits(needed_bytes: int, what: str, there: int) -> None:
-    """Raises unless `needed_bytes` fit into `there` bytes, all the memory of machine or device."""
-    if needed_bytes > there:
-        rule = f"the cache fits into the {there:,} B of this machine's memory"
+def check_fits(needed_bytes: int, what: str, total: int) -> None:
+    """Raises unless `needed_bytes` fit into the `total` memory of the machine or the GPU."""
+    if needed_bytes > total:
+        rule = f"the cache fits into its device's memory of {total:,} B"
         got = f"{needed_bytes:,} B for {what}"
         raise RuleError(rule, got, "Lower max_total_tokens or page_size")
 
@@ -85,7 +84,7 @@ def cache_size(
     if gpu:  # free what an earlier engine left, even if gc had frozen it
         gc.unfreeze()
         gc.collect()
-    free, there = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
+    free, total = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
     fraction = config.mem_fraction_static or FRACTIONS[gpu]
     tokens = config.max_total_tokens or config.max_running_requests * context_length
     if config.max_total_tokens is None:
@@ -96,7 +95,7 @@ def cache_size(
             rule = "the cache holds at least one page"
             raise RuleError(rule, f"{budget:,} B of memory for it", "Raise mem_fraction_static")
     what = f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
-    check_fits(total_bytes(specs, config, tokens), what, there)
+    check_fits(total_bytes(specs, config, tokens), what, total)
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
     card = f", {fraction} of the GPU's free {free:,} B at most" if gpu else ""
@@ -204,8 +203,7 @@ class UncachedKv:
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         """Returns this step's own rows, in memory of the stored width."""
         if k is None or v is None:
-            rule = "the keys of a fresh group are this step's rows"
-            raise RuleError(rule, "None", "Pass k and v")
+            raise RuleError("a fresh group's keys are this step's rows", "None", "Pass k and v")
         return Keys(in_stored_memory(k), in_stored_memory(v))
 
 
@@ -225,8 +223,7 @@ def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | Un
     if spec.layout is Layout.FRESH:
         return UncachedKv()
     if pool is None:
-        rule = "a cached group has a pool"
-        raise RuleError(rule, f"{spec.layout} without one", "Make a Pool for it")
+        raise RuleError("a cached group has a pool", f"{spec.layout} without one", "Make a Pool")
     return KvWriter(pool, views)
 
 

@@ -5,8 +5,7 @@ whole pages in every group; window groups may have lost the first of them, or al
 found by the ids themselves: equal hashes are not enough. Pages that requests hold and locked nodes
 are not evicted; the least recently used go first.
 
-Knows tokens and pages, no request: the scheduler calls `match` once, then `insert` as it commits.
-"""
+Knows tokens and pages, no request: the scheduler calls `match` once, `insert` as it commits."""
 
 import math
 from collections import OrderedDict
@@ -80,7 +79,7 @@ class Prefix:
         last, and returns it. The table takes the tree's pages, and the tree those that it lacks."""
         if table.pending:
             rule = "only keys that are in place are cached"
-            raise RuleError(rule, "moves still pending", "Insert after the step that carries them")
+            raise RuleError(rule, "moves still pending", "Insert after the step that makes them")
         node.locks -= 1
         ahead = node.root.ahead
         while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
@@ -138,23 +137,24 @@ class Prefix:
             kept = [page for node in nodes for page in node.pages[g]]
             held = [page for table in tables for page in table.held(g)]
             holds = np.bincount([0, *kept, *held], minlength=pool.num_pages)
-            if not np.array_equal(holds, pool.refs):
-                wrong = np.flatnonzero(holds != pool.refs)[:8]
-                counts = f"{pool.refs[wrong]} holds, {holds[wrong]} known holders"
-                got = f"group {g}, pages {wrong}: {counts}"
+            wrong = np.flatnonzero(holds != pool.refs)[:8]
+            if len(wrong):
+                got = f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} holders"
                 raise RuleError("every hold has a holder", got, OUR_BUG)
             order = set(self._order.get(g, ()))
             marks = np.bincount(np.array(kept, np.int64), minlength=pool.num_pages)
             if order != {n for n in nodes if n.pages[g]} or (marks != pool.tree_refs).any():
-                found = f"group {g}: {len(kept)} pages in {len(nodes)} nodes"
-                got = f"{found}, {int(pool.tree_refs.sum())} kept, {len(order)} ordered"
-                raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
+                kept_pages = f"{len(kept)} pages in nodes, {pool.tree_refs.sum()} kept"
+                got = f"group {g}: {kept_pages}, {len(order)} of {len(nodes)} nodes ordered"
+                raise RuleError(
+                    "a node's pages are in tree_refs, the node in the LRU order", got, OUR_BUG
+                )
             lens = {len(n.pages[g]) for n in nodes if n.end and g in self._groups_of(n)}
             spec = self.specs[g]
             if spec.window is None and lens - {self.unit // spec.page_size}:
                 raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._is_prunable, nodes)):
-            raise RuleError("a leaf that cannot be matched is removed", "one that is not", OUR_BUG)
+            raise RuleError("unmatchable leaves are removed", "one still in the tree", OUR_BUG)
 
     def _child(self, node: Node, key: Ids | Root, end: int) -> Node:
         if key not in node.children:

@@ -3,8 +3,7 @@ before a step, release what has left the window, fork a second continuation.
 
 Page 0 is the null page: it holds padding and is never handed out. A page is free, or has
 `refs[page]` holds, of which the prefix tree has `kept[page]`; a page that the tree alone holds is
-idle. Each group has a pool of its own. Host only; `plan.build` takes what `pages(g)` returns.
-"""
+idle. Each group has a pool of its own. Host only; `plan.build` takes what `pages(g)` returns."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,7 @@ class PagePool:
         """Returns `count` free pages, each with one hold now; raises OutOfPages if it has fewer."""
         if count > len(self._free):
             rule = f"{len(self._free)} of {self.num_pages - 1} pages are free"
-            got = f"a request for {count}"
-            raise OutOfPages(rule, got, "Free some, or give the cache more memory")
+            raise OutOfPages(rule, f"a request for {count}", "Free some, or enlarge the cache")
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holds[page] = 1
@@ -68,7 +66,7 @@ class PagePool:
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
                 rule = "a page is given back once per hold"
-                raise RuleError(rule, f"page {page} with {holds[page]} holds", "Check who holds it")
+                raise RuleError(rule, f"page {page} with {holds[page]} holds", OUR_BUG)
             holds[page] -= 1
             if holds[page] == 0:
                 freed.append(page)
@@ -87,7 +85,7 @@ class PagePool:
     def drop(self, pages: Sequence[int]) -> None:
         for page in pages:
             if self._tree_refs[page] < 1:
-                raise RuleError("the tree drops what it keeps", f"page {page}", OUR_BUG)
+                raise RuleError("the tree drops only pages it holds", f"page {page}", OUR_BUG)
             self.idle -= self._holds[page] == self._tree_refs[page]
             self._tree_refs[page] -= 1
         self.give(pages)
@@ -153,8 +151,7 @@ class PageTable:
         pool = self.pools[g]
         if pool is None or len(self._own[g].page_ids) or first_pos % self.specs[g].page_size:
             rule = "an empty table adopts whole cached pages"
-            got = f"group {g} from {first_pos}"
-            raise RuleError(rule, got, "Adopt before the first reservation")
+            raise RuleError(rule, f"group {g} from {first_pos}", "Adopt before you reserve")
         pool.share(pages)
         self._set(g, RequestPages(ints(pages), first_pos))
 
@@ -227,7 +224,7 @@ class PageTable:
         the partial last one is moved to a new page, and held until then in case the parent ends."""
         if self.pending:
             rule = "a request is forked when its keys are in place"
-            raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
+            raise RuleError(rule, "moves still pending", "Fork after the step that makes them")
         child = PageTable(self.groups)
         child.draft_len, child.draft_state = self.draft_len, self.draft_state
         for g, _ in self.groups.cached:

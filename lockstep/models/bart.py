@@ -64,7 +64,7 @@ class Bart(Model):
 def describe(config: Config) -> Spec:
     if not config.tie_word_embeddings:
         got = "tie_word_embeddings=False"
-        raise RuleError("bart shares one embedding", got, "Use a tied checkpoint")
+        raise RuleError("the embeddings of bart are tied", got, "Use a tied checkpoint")
     return Spec(partial(build, config))
 
 

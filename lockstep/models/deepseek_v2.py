@@ -9,15 +9,13 @@ from lockstep.nn.attention import LatentSpec
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.mlp import MlpSpec, MoeSpec
 from lockstep.ops import Routing
-from lockstep.types import RuleError
+from lockstep.types import check_one_of
 
 METHODS = ("greedy", "group_limited_greedy")
 
 
 def describe(config: Config) -> DecoderSpec:
-    if config.topk_method not in METHODS:
-        rule = f"topk_method is one of {', '.join(METHODS)}"
-        raise RuleError(rule, repr(config.topk_method), "Check config.json")
+    check_one_of(METHODS, "topk_method", config.topk_method, "Check config.json")
     top_k, experts = config.num_experts_per_tok, config.n_routed_experts
     routing = Routing(top_k, experts, scale=config.routed_scaling_factor)
     if config.topk_method == "group_limited_greedy":

@@ -1,5 +1,4 @@
-"""DeepSeek V3: V2 with sigmoid scores, a correction that steers the choice of experts, and a rope
-in either layout."""
+"""DeepSeek V3: V2 with sigmoid scores, a correction to expert ranking, and either rope layout."""
 
 from dataclasses import replace
 

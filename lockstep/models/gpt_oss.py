@@ -1,7 +1,7 @@
 """gpt-oss: sinks in every head, windows on every other layer, and experts stored in one tensor with
 gate and up columns interleaved."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,20 +22,17 @@ def describe(config: Config) -> DecoderSpec:
         router="router",
         router_bias=True,
         gate=ClampedGlu(config.swiglu_alpha, config.swiglu_limit),
-        load=Stacked(),
+        load=stacked,
     )
     return llama.windowed(config, llama.decoder(config, attn, [moe] * config.num_hidden_layers))
 
 
-@dataclass(frozen=True)
-class Stacked:
+def stacked(w: WeightSource, n: int, expert: MlpSpec) -> Experts:
     """Reads all experts of a layer from tensors of [experts, in, out]."""
-
-    def __call__(self, w: WeightSource, n: int, expert: MlpSpec) -> Experts:
-        hidden, inner = expert.hidden, expert.inner
-        up = w.tensor("gate_up_proj", n, hidden, 2 * inner)
-        up_bias = w.tensor("gate_up_proj_bias", n, 2 * inner)
-        down = w.tensor("down_proj", n, inner, hidden)
-        down_bias = w.tensor("down_proj_bias", n, hidden)
-        up, up_bias = (torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias))
-        return (up.transpose(1, 2), up_bias), (down.transpose(1, 2), down_bias)
+    hidden, inner = expert.hidden, expert.inner
+    up = w.tensor("gate_up_proj", n, hidden, 2 * inner)
+    up_bias = w.tensor("gate_up_proj_bias", n, 2 * inner)
+    down = w.tensor("down_proj", n, inner, hidden)
+    down_bias = w.tensor("down_proj_bias", n, hidden)
+    up, up_bias = (torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias))
+    return (up.transpose(1, 2), up_bias), (down.transpose(1, 2), down_bias)

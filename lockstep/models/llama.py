@@ -64,7 +64,7 @@ def windowed(config: Config, spec: DecoderSpec) -> DecoderSpec:
     kinds, blocks = config.layer_types, list(spec.blocks)
     if len(kinds) != len(blocks):
         got = f"{len(kinds)} types, {len(blocks)} layers"
-        raise RuleError("layer_types names every layer", got, "Check config.json")
+        raise RuleError("layer_types has one entry per layer", got, "Check config.json")
     for i, block in enumerate(blocks):
         if kinds[i] == "sliding_attention":
             blocks[i] = replace(block, attn=replace(block.attn, window=config.sliding_window))

@@ -29,7 +29,7 @@ from lockstep.nn import rope
 from lockstep.nn.decoder import Model
 from lockstep.nn.layers import WeightSource
 from lockstep.ops import Ops
-from lockstep.types import INT32_MAX, Choice, RuleError, checked_int, format_value
+from lockstep.types import INT32_MAX, Choice, RuleError, check_one_of, checked_int, format_value
 
 T = TypeVar("T")
 ON_CPU = EngineConfig(device="cpu")
@@ -145,14 +145,12 @@ def built(
 def judge(entries: Entries, asked: Mapping[str, tuple[int, ...]], unused: Sequence[str]) -> None:
     """Raises unless the files hold exactly the tensors asked for, `unused` ones aside."""
     there = {name: entry.shape for name, entry in entries.items()}
-    wrong = [(name, shape) for name, shape in asked.items() if there.get(name) != shape]
-    misshapen = [(name, there[name], shape) for name, shape in wrong if name in there]
-    pattern = re.compile("|".join(f"(?:{p})" for p in unused) or r"(?!)")
+    both = [(name, there[name], shape) for name, shape in asked.items() if name in there]
     others = [name for name in there if name not in asked]
     kinds = {
-        "missing": [name for name, _ in wrong if name not in there],
-        "misshapen": [f"{name} is {list(a)}, not {list(b)}" for name, a, b in misshapen],
-        "unknown to the model": [name for name in others if not pattern.fullmatch(name)],
+        "missing": [name for name in asked if name not in there],
+        "misshapen": [f"{name} is {list(a)}, not {list(b)}" for name, a, b in both if a != b],
+        "unknown to the model": [n for n in others if not any(re.fullmatch(p, n) for p in unused)],
     }
     faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
     if faults:
@@ -184,10 +182,8 @@ def model_types() -> list[str]:
 
 def model_module(raw: Mapping[str, Any]) -> ModuleType:
     """Returns the module of a config's model_type."""
-    name, known = raw.get("model_type"), model_types()
-    if not isinstance(name, str) or name not in known:
-        rule = f"model_type is one of {', '.join(known)}"
-        raise RuleError(rule, format_value(name), "Use a checkpoint of one of these")
+    name = raw.get("model_type")
+    check_one_of(model_types(), "model_type", name, "Use a checkpoint of one of these")
     quantised = raw.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else "unknown"
@@ -236,12 +232,12 @@ def scan(folder: Path, maps: Container[str] = ()) -> dict[str, Entry]:
         found = _header(path)
         lost = sorted(set(listed_names) - set(found))
         if lost:
-            rule = "a file holds the tensors that the index says"
+            rule = "a file holds the tensors that the index names"
             raise RuleError(rule, f"{path.name} without {listed(lost)}", "Download it again")
         twice = sorted(set(found) & set(entries))
         if twice:
-            rule = "a tensor lies in one file"
-            raise RuleError(rule, f"{listed(twice)} in {path.name} and before", "Check the index")
+            rule = "a tensor is in one file only"
+            raise RuleError(rule, f"{listed(twice)} in {path.name} too", "Check the index")
         entries |= found
     weights = [name for name in entries if name not in maps and "position_ids" not in name]
     odd = [f"{n} is {entries[n].dtype}" for n in weights if entries[n].dtype not in FLOATS]
@@ -256,8 +252,8 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     if has(folder, "model.safetensors.index.json"):
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            rule = "an index maps tensors to files"
-            raise RuleError(rule, "no weight_map of names", "Download it again")
+            rule = "weight_map of an index maps tensors to files"
+            raise RuleError(rule, "none that does", "Download it again")
         files: dict[Path, list[str]] = {}
         for name, file in index.items():
             files.setdefault(inside(folder, file), []).append(name)
@@ -322,8 +318,8 @@ def check_sizes(raw: Mapping[str, Any], entries: Entries) -> None:
     for key, limit in limits.items():
         value, least = raw.get(key), 0 if key in MAY_BE_0 else 1
         if value is not None and (type(value) is not int or not least <= value <= limit):
-            what = f"{len(entries)} tensors, the largest dimension is {largest}"
-            rule = f"{key} in config.json, from {least} on, fits the files: {what}"
+            files = f"the files hold {len(entries)} tensors with dimensions up to {largest}"
+            rule = f"{key} in config.json is from {least} to {limit}: {files}"
             raise RuleError(rule, format_value(value), TOGETHER)
 
 
@@ -332,9 +328,8 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
     for key in EPSILONS:
         value = raw.get(key, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise RuleError(
-                f"{key} in config.json is a number from 0 on", format_value(value), CHECK_FILE
-            )
+            rule = f"{key} in config.json is a number, 0 or above"
+            raise RuleError(rule, format_value(value), CHECK_FILE)
     longest = "max_position_embeddings"
     checked_int(f"{longest} in config.json", raw.get(longest, 1), 1, INT32_MAX, CHECK_FILE)
 
@@ -369,7 +364,7 @@ def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, 
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]
     if wrong:
         rule = f"{name} in {file} names tokens from 0 to {config.vocab_size - 1}"
-        raise RuleError(rule, format_value(wrong[0]), "Mend the file")
+        raise RuleError(rule, format_value(wrong[0]), "Correct the file")
     return tuple(ids)
 
 

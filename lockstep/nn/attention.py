@@ -55,9 +55,8 @@ class DenseSpec:
     @staticmethod
     def plain(hidden: int, heads: int) -> "DenseSpec":
         """Returns heads that divide `hidden` among them, with biases and without rope."""
-        d, scale = hidden // heads, 1 / math.sqrt(hidden // heads)
-        bare = DenseSpec(hidden=hidden, heads=heads, kv_heads=heads, head_dim=d, scale=scale)
-        return replace(bare, bias=True, out_bias=True)
+        d = hidden // heads
+        return DenseSpec(hidden, heads, heads, d, 1 / math.sqrt(d), bias=True, out_bias=True)
 
     def build(
         self, w: WeightSource, index: int, names: Sequence[str] = NAMES, width: int | None = None
@@ -99,14 +98,14 @@ class Dense:
     layout: Layout = Layout.DENSE
 
     def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
-        return self.out(step.attend(self.index, *self._projected(x, cos_sin)))
+        return self.out(step.attend(self.index, *self._project(x, cos_sin)))
 
     def store(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> None:
         """Stores the keys and values of rows whose attention is not needed."""
-        _, k, v = self._projected(x, cos_sin)
+        _, k, v = self._project(x, cos_sin)
         step.store(self.index, k, v)
 
-    def _projected(self, x: Tensor, cos_sin: CosSins) -> Sequence[Tensor]:
+    def _project(self, x: Tensor, cos_sin: CosSins) -> Sequence[Tensor]:
         s, qkv = self.spec, self.qkv(x)
         if s.rope is None:
             counts = [s.heads, s.kv_heads, s.kv_heads]

@@ -11,18 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lockstep.nn.attention import (
-    Attention,
-    AttentionContext,
-    CosSins,
-    Cross,
-    Dense,
-    DenseSpec,
-    GroupLayer,
-    Latent,
-    LatentSpec,
-    groups_of,
-)
+from lockstep.nn import attention
+from lockstep.nn.attention import AttentionContext, CosSins, Cross, Dense, Latent
 from lockstep.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, RMSSpec, WeightSource, pool
 from lockstep.nn.mlp import Mlp, MlpSpec, Moe, MoeSpec
 from lockstep.nn.rope import Rope
@@ -55,7 +45,7 @@ class Model(ABC):
 
     @property
     @abstractmethod
-    def attentions(self) -> Sequence[Attention]:
+    def attentions(self) -> Sequence[attention.Attention]:
         """The attention layers of a generating step, ordered by index."""
 
     @property
@@ -75,12 +65,12 @@ class Model(ABC):
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
         """Returns the KV groups of a generating step."""
-        return groups_of(self.attentions, page_size, kv_dtype)[0]
+        return attention.groups_of(self.attentions, page_size, kv_dtype)[0]
 
     @property
-    def layer_map(self) -> tuple[GroupLayer, ...]:
+    def layer_map(self) -> tuple[attention.GroupLayer, ...]:
         """Attention layer → (group, layer in it)."""
-        return groups_of(self.attentions)[1]
+        return attention.groups_of(self.attentions)[1]
 
     def cos_sin(self, positions: Tensor) -> CosSins:
         """Returns cos and sin of a step's positions, for every rope of the model."""
@@ -98,7 +88,7 @@ class Model(ABC):
 class BlockSpec:
     """One layer. `sandwich`: the outputs of attention and feed-forward are normalized too."""
 
-    attn: DenseSpec | LatentSpec
+    attn: attention.DenseSpec | attention.LatentSpec
     mlp: MlpSpec | MoeSpec
     sandwich: bool = False
 
@@ -237,5 +227,5 @@ class Decoder(Model):
         return logits if cap is None else self.ops.soft_cap(logits.float(), cap)
 
     @property
-    def attentions(self) -> Sequence[Attention]:
+    def attentions(self) -> Sequence[attention.Attention]:
         return [block.attn for block in self.blocks]

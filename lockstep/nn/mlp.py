@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.nn.layers import Affine, Linear, WeightSource, stack
 from lockstep.ops import Activation, Ops, Packed, Routing
-from lockstep.types import RuleError
+from lockstep.types import check_one_of
 
 Gate = Callable[[Tensor], Tensor]  # an operation of the device, with its constants
 ACTIVATIONS = {
@@ -25,9 +25,7 @@ ACTIVATIONS = {
 
 
 def activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
-        rule = f"an activation is one of {', '.join(ACTIVATIONS)}"
-        raise RuleError(rule, repr(name), "Use a model with one of these")
+    check_one_of(ACTIVATIONS, "an activation", name, "Use a model with one of these")
     return ACTIVATIONS[name]
 
 

@@ -3,8 +3,7 @@
 Frequencies are float64, rounded once to float32; their powers and logarithms are those of the
 decimal module, which calls no math library. Dynamic NTK as published makes a key depend on how long
 the sequence is when it is computed. Here the base is fixed at load: the plain one, unless a context
-beyond max_position was asked for (`for_context`); then the published one for exactly that length.
-"""
+beyond max_position is asked for (`for_context`); then the published one for exactly that length."""
 
 import decimal
 import math
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.order import LARGEST_ANGLE
-from lockstep.types import RuleError
+from lockstep.types import RuleError, check_one_of
 
 Params = Mapping[str, Any]
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -39,18 +38,14 @@ class Rope:
 def make(params: Params, dim: int, max_position: int, interleaved: bool = False) -> Rope:
     """Makes a rope from a config's rope_parameters, for heads of `dim` rotated columns."""
     kind = params.get("rope_type", "default")
-    if kind not in KINDS:
-        rule = f"rope_type is one of {', '.join(KINDS)}"
-        raise RuleError(rule, repr(kind), "Use a model with one of these")
+    check_one_of(KINDS, "rope_type", kind, "Use a model with one of these")
     part = params.get("partial_rotary_factor") or 1.0
     if not (isinstance(part, int | float) and 0 < part <= 1):
-        rule = "partial_rotary_factor is a fraction of a head's columns"
-        raise RuleError(rule, repr(part), "Check config.json")
+        raise RuleError("partial_rotary_factor is in (0, 1]", repr(part), "Check config.json")
     if kind != "default" and int(dim * part) != dim:  # a plain rope ignores it, as in transformers
-        rule = f"with rope_type {kind} all columns of a head turn, in transformers too"
+        rule = f"with rope_type {kind} all columns of a head rotate, in transformers too"
         raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")
-    state = "complete and positive, for an even number of columns and finite frequencies"
-    rule = f"rope_parameters of type {kind} are {state}"
+    rule = f"{kind} rope_parameters are complete and positive, columns even, frequencies finite"
     try:
         inv_freq, factor = _scaled(kind, params, dim, max_position)
         values = tuple(torch.tensor(inv_freq, dtype=torch.float32).tolist())

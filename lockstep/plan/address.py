@@ -1,20 +1,15 @@
 """Where a key is stored, and where a row's window begins: the only such formulas of the code base.
 
 Write slots, read addresses, moves and windows all use these functions, and the CPU kernels compile
-them. A slot is one token's place in a pool. Arguments are scalars or integer arrays.
-"""
+them. A slot is one token's place in a pool. Arguments are scalars or integer arrays."""
 
 from typing import Any
 
 
-def paged(
-    page_ids: Any, page_indptr: Any, first_pos: Any, page_size: Any, request: Any, p: Any
-) -> Any:
+def paged(ids: Any, page_indptr: Any, first_pos: Any, size: Any, request: Any, p: Any) -> Any:
     """Returns the slot of position `p` through `request`'s page table; first_pos[request] <= p."""
-    return (
-        page_ids[page_indptr[request] + (p - first_pos[request]) // page_size] * page_size
-        + p % page_size
-    )
+    page = ids[page_indptr[request] + (p - first_pos[request]) // size]
+    return page * size + p % size
 
 
 def listed(tail_slots: Any, tail_indptr: Any, start: Any, row: Any, p: Any) -> Any:

@@ -1,8 +1,7 @@
 """Padding is data: ordinary requests, whose only page is page 0, give a plan its bucket's shape.
 
 A pad request has token 0 at positions 0...n-1, and page 0 (the null page) for each of its pages; it
-reads only what this step wrote. No kernel tests whether a row is real.
-"""
+reads only what this step wrote. No kernel tests whether a row is real."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -95,10 +94,9 @@ def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
     """Returns `plan` in the shape of `bucket`. The real entries stay first and unchanged."""
     real, have = plan.real, plan.bucket
     for name in ("requests", "tokens", "emits", "tail", "pages", "writes", "moves"):
-        need, capacity = getattr(have, name), getattr(bucket, name)
-        if np.greater(need, capacity).any():
-            rule = f"a plan fits its bucket: at most {capacity} {name}"
-            raise RuleError(rule, str(need), "Use a larger bucket")
+        need, room = getattr(have, name), getattr(bucket, name)
+        if np.greater(need, room).any():
+            raise RuleError(f"a plan has at most {room} {name}", str(need), "Use a larger bucket")
     pads = pad_lens(bucket.tokens - real.tokens, bucket.requests - real.requests)
     positions = np.concatenate([NO_PAGES, *(np.arange(n, dtype=np.int32) for n in pads)])
     groups = [

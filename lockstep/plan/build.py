@@ -1,8 +1,7 @@
 """Makes plans: the only module that does.
 
 The caller states, per request, how many keys are committed, how many rows to compute, and which
-pages it has (`RequestWork`, or `BatchWork` for a batch in columns); the rest is derived here.
-"""
+pages it has (`RequestWork`, or `BatchWork` for a batch in columns); the rest is derived here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -108,10 +107,9 @@ class PageTables:
     def _check(self, pages: tuple[RequestPages | None, ...]) -> None:
         missing = [own is None for own in pages]
         if missing != self.fresh:
-            entries = "a request has one entry of pages per group"
-            rule = f"{entries}: a cached group needs pages and a fresh one has none"
+            rule = "a request has pages in every cached group, and None in every fresh one"
             got = f"None={missing}, fresh={self.fresh}"
-            raise RuleError(rule, got, "Reserve pages first, use None for a fresh group")
+            raise RuleError(rule, got, "Reserve pages first, pass None for a fresh group")
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +256,7 @@ def slice_plan(plan: StepPlan, shape: BatchShape, skipped: Ints | int = 0) -> St
     """Returns the plan of part of a step: per request, the rows of `shape` after `skipped` ones."""
     b, begins = plan.bucket, plan.q_indptr[:-1] + skipped
     if b.tail or any(b.moves) or b.requests != len(shape.new_lens):
-        rule = "a part of a step has plain rows of every request"
+        rule = "a step that is run in parts has plain rows of every request, and no moves"
         raise RuleError(rule, str(b), "Run the plan as it is")
     these = begins[shape.request] + shape.offsets
     positions = freeze(plan.positions[these])
@@ -376,14 +374,14 @@ def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]
     """Raises for mistakes of a caller that no later check could detect."""
     for new_len, emit, cross_len, new in requests:
         if new_len < 1:
-            raise RuleError(SOME_ROW, f"new_len={new_len}", "Leave it out")
+            raise RuleError(SOME_ROW, f"new_len={new_len}", "Leave the request out")
         if new_len > INT32_MAX or cross_len > INT32_MAX:
             raise RuleError(IN_INT32, f"{new_len} rows, {cross_len} encoder keys", "Shorten it")
         if new not in (0, new_len) or new > cross_len:
-            rule = "an encoder is written whole, by rows of its own"
+            rule = "an encode step writes all encoder keys, one per row"
             raise RuleError(rule, f"{new} of {new_len} rows", "Encode in a step of its own")
         if emit and not 0 <= min(emit) <= max(emit) < new_len:
-            rule = "emit names rows of the request's own step"
+            rule = "emit has row numbers within the request's part of the step"
             row = next(row for row in emit if not 0 <= row < new_len)
             raise RuleError(rule, f"row {row} of {new_len}", "Count from 0 within the request")
 
@@ -391,7 +389,7 @@ def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]
 def _check_lens(shape: BatchShape, cached_lens: NDArray[np.int64]) -> None:
     least = int(cached_lens.min(initial=0))
     if least < 0:
-        raise RuleError(SOME_ROW, f"cached_len={least}", "Leave it out")
+        raise RuleError(SOME_ROW, f"cached_len={least}", "Leave the request out")
     most = int((cached_lens + shape.new_lens).max(initial=0))
     if most > INT32_MAX:
         raise RuleError(IN_INT32, f"{most} keys and new rows", "Shorten the request")

@@ -3,8 +3,7 @@
 Shapes are compared in Python; entries are checked by loops that Numba compiles, each of which
 returns (rule, have, want, at): the number of the first broken rule (0: none), the value found, the
 value expected, and the entry's index. `TEXTS` has the messages. An index is used only after it was
-found to be inside its array. Knows plans and pool sizes, and not how a plan was built.
-"""
+found to be inside its array. Knows plans and pool sizes, and not how a plan was built."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,10 +23,10 @@ TEXTS = (
     ("tail_indptr rises from 0", "{have}", "Use plan.build"),
     ("real entries come first", _WHERE, "Pad after the last"),
     ("positions are not negative", "{have}", "Check cached_len"),
-    ("a row's list names each position from start to its own", _WHERE, "Use plan.build"),
-    ("a list is at most the bucket's tail", "{have} > {want}", "Use a wider bucket"),
-    ("plain rows stand at kv_len - new_len + j", _WHERE, "Use plan.build"),
-    ("emit names rows", "{have} of {want}", "Count rows from 0"),
+    ("a row's slot list covers the positions from start to its own", _WHERE, "Use plan.build"),
+    ("a slot list fits the bucket's tail", "{have} entries for {want}", "Use a larger bucket"),
+    ("row j of a request without a tree is at kv_len - new_len + j", _WHERE, "Use plan.build"),
+    ("emit has row numbers below {want}", "{have}", "Count rows from 0"),
     ("page_indptr rises from 0", "{have}", "Use plan.build"),
     ("page tables fit the bucket's {want} entries", "{have}", "Use a larger bucket"),
     ("first_pos is page-aligned and not negative", "{have}, pages of {want}", "Drop whole pages"),
@@ -36,14 +35,14 @@ TEXTS = (
     ("no visible key was dropped", _WHERE, "Release by the committed length"),
     ("pages cover every key", "{have} keys, room for {want}", "Reserve first"),
     ("page ids are below the pool's {want}", "{have}", "Take them from the pool"),
-    ("a page that a request writes is in no other place", "page {have}", "Copy it before writing"),
+    ("a page that is written is in one page table, once", "page {have}", "Copy it before writing"),
     ("write slots are below the pool's {want}", "{have}", "Take them from the pool"),
     ("a row writes to its own request's pages", _OWNER, "Use plan.build"),
     ("write slots are distinct", "slot {have}", "Give each row its own slot"),
     ("moves are below the pool's {want}", "{have}", "Take them from the pool"),
     ("listed slots are below the pool's {want}", "{have}", "Take them from the pool"),
-    ("a row's list lies in its own request's pages", _OWNER, "Use plan.build"),
-    ("a list ends with the row's own slot", _WHERE, "Use plan.build"),
+    ("a row's slot list uses its own request's pages", _OWNER, "Use plan.build"),
+    ("a slot list ends with the row's own slot", _WHERE, "Use plan.build"),
 )
 (
     FINE, Q_RISES, TAILS_RISE, REAL_FIRST, NOT_NEGATIVE, LISTED, SHORT_LISTS, PLAIN_ROWS, EMITTED,
@@ -56,7 +55,7 @@ def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
     """Raises PlanError unless `plan` is legal for pools of these sizes (0 for a fresh group)."""
     if len(pool_pages) != len(plan.groups):
         got = f"{len(pool_pages)} pools, {len(plan.groups)} groups"
-        raise PlanError("there is one pool per group", got, "Pass both")
+        raise PlanError("each group has one pool", got, "Pass a size per group, 0 for a fresh one")
     _check_rows(plan)
     for g, group in enumerate(plan.groups):
         if isinstance(group, PagedGroup):
@@ -89,10 +88,11 @@ def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> 
     _shape(f"group {g} has", (*map(len, arrays), *group.moves.shape), (*shape, b.moves[g], 2))
     if b.writes[g] != b.tokens and not (cross and b.writes[g] == 0):
         got = f"{b.writes[g]} of {b.tokens}"
-        raise PlanError("every row is written (cross: or none)", got, "Use plan.build")
+        raise PlanError(
+            "all rows are written (in a cross group: all or none)", got, "Use plan.build"
+        )
     if pool_pages * size > INT32_MAX:
-        got = f"{pool_pages} pages of {size}"
-        raise PlanError("a pool's slots fit in int32", got, "Use a smaller pool")
+        raise PlanError("slots fit in int32", f"{pool_pages} pages of {size}", "Use a smaller pool")
     rows = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr)
     limits = (size, group.spec.window or 0, cross, pool_pages)
     _, judge_group = compiled()
@@ -101,8 +101,7 @@ def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> 
 
 def _shape(what: str, have: tuple[int, ...], want: tuple[int, ...]) -> None:
     if have != want:
-        rule = f"{what} the bucket's shape {want}"
-        raise PlanError(rule, str(have), "Use plan.build and plan.pad")
+        raise PlanError(f"{what} the bucket's shape {want}", str(have), "Use build and pad")
 
 
 def _judge(found: tuple[int, int, int, int], where: str) -> None:

@@ -2,8 +2,7 @@
 
 It has the token of every row, the plan's arrays and, per group, what a backend derives from them,
 at the offsets of `ImageLayout`: so a buffer at a fixed address can be refilled for every step of a
-bucket. `views` works on numpy arrays and on torch tensors alike.
-"""
+bucket. `views` works on numpy arrays and on torch tensors alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -2,8 +2,7 @@
 
 There are no modes: prefill, chunk, decode, verify and draft differ only in their numbers. Arrays
 are int32 and read-only. Only `plan.build` makes plans; `plan.bucket` pads them, `plan.check`
-validates them. A plan holds no token ids. No torch.
-"""
+validates them. A plan holds no token ids. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,7 @@ softmax(score):
     words = Philox 4x32-10, counter (token id // 4, position, index, 0), key (seed mod, div 2^32)
     word  = words[token id mod 4]                    32 bits
     u     = (word + 1/2) / 2^32                      in [2^-33, 1 - 2^-33], exact in float64
-    noise = float32(-ln(-ln u))                      in [-3.13, 22.88], ln written out in float64
-"""
+    noise = float32(-ln(-ln u))                      in [-3.13, 22.88], ln written out in float64"""
 
 from typing import Any
 

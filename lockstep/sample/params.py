@@ -143,7 +143,7 @@ class SamplingParams:
     def numbers(self) -> Numbers:
         """The `Numbers` of one completion with a resolved seed: made once, read at every step."""
         if self.n != 1 or (self.seed is None and not self.greedy):
-            rule = "a sampled row has a seed, and is one completion's"
+            rule = "a sampled row has a seed and n=1"
             remedy = "Call resolve_seed and completions once per request"
             raise RuleError(rule, f"seed={self.seed}, n={self.n}", remedy)
         min_log = float(ln(np.float64(self.min_p))) if self.min_p >= MIN_P else -np.inf
@@ -164,11 +164,11 @@ class SamplingParams:
     @property
     def top_logprobs(self) -> int | None:
         """How many best tokens to report beside the chosen one; None: nothing."""
-        return _top(self.logprobs)
+        return _top_count(self.logprobs)
 
     @property
     def top_prompt_logprobs(self) -> int | None:
-        return _top(self.prompt_logprobs)
+        return _top_count(self.prompt_logprobs)
 
 
 def resolve_seed(params: SamplingParams) -> SamplingParams:
@@ -192,7 +192,7 @@ def number(
     return result
 
 
-def _top(value: int | bool | None) -> int | None:
+def _top_count(value: int | bool | None) -> int | None:
     if value is None or value is False:
         return None
     return 0 if value is True else int(value)
@@ -204,7 +204,7 @@ def _logprobs(name: str, value: Any) -> int | bool | None:
     return checked_int(name, value, 0, MAX_LOGPROBS, "Use True for the chosen token alone")
 
 
-def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
+def _list_of(name: str, value: Any, what: str, most: int) -> list[Any]:
     """Returns the elements of a list, at most `most`; none for None."""
     if value is None:
         return []
@@ -224,7 +224,7 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [value]
-    items = _listed("stop", value, "strings", MAX_STOPS)
+    items = _list_of("stop", value, "strings", MAX_STOPS)
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
             got = f"one of {len(item)} characters" if isinstance(item, str) else format_value(item)
@@ -232,13 +232,13 @@ def _stop(value: Any) -> tuple[str, ...]:
             raise RuleError(rule, got, "Leave it out, or use stop_token_ids")
         if any("\ud800" <= character <= "\udfff" for character in item):
             got = f"{format_value(item)}, with a lone surrogate"
-            raise RuleError("a stop is made of characters", got, "No text holds it: leave it out")
+            raise RuleError("a stop is valid Unicode", got, "No text has one: leave it out")
     return tuple(dict.fromkeys(items))
 
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
-    items = _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
-    return tuple(dict.fromkeys(_id("a stop token id", item) for item in items))
+    items = _list_of("stop_token_ids", value, "token ids", MAX_STOP_IDS)
+    return tuple(dict.fromkeys(_token_id("a stop token id", item) for item in items))
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -253,7 +253,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     found: dict[int, float] = {}
     for key, bias in pairs:
         json_key = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
-        token = _id("a token id of logit_bias", int(key) if json_key else key)
+        token = _token_id("a token id of logit_bias", int(key) if json_key else key)
         if token in found:
             raise RuleError("logit_bias names a token once", f"{token} twice", "Drop one of them")
         name, remedy = f"logit_bias of token {token}", "Use -100 to all but forbid a token"
@@ -261,5 +261,5 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def _id(name: str, value: Any) -> int:
+def _token_id(name: str, value: Any) -> int:
     return checked_int(name, value, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")

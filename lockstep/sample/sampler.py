@@ -7,8 +7,7 @@
 
 A row's token is a function of its logits, its parameters, its position and the tokens before it.
 While the same completions decode, their parameters stay one value (`RowParams`) and only positions
-change. Called by the engine and by draft models.
-"""
+change. Called by the engine and by draft models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
