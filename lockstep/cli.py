@@ -108,9 +108,9 @@ def _add_arguments(place: Any, options: Mapping[str, dict[str, Any]]) -> None:
 
 
 def positive(text: str, least: int = 1) -> int:
-    """Parses a whole number from `least` on."""
+    """Parses a whole number of at least `least`."""
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"a whole number from {least} on; got {text!r}")
+        raise argparse.ArgumentTypeError(f"a whole number of at least {least}; got {text!r}")
     return int(text)
 
 

@@ -91,7 +91,7 @@ class Routing:
         enough = self.keep <= self.groups and self.k * self.groups <= self.experts * self.keep
         if min(counts) < 1 or self.experts % self.groups or not enough:
             got = f"k={self.k} of {self.experts} experts, {self.keep} of {self.groups} groups"
-            rule = "experts split into equal groups, and k of them fit into the groups kept"
+            rule = "a router's experts form equal groups, and k experts fit into the kept ones"
             raise RuleError(rule, got, "Check config.json")
 
 

@@ -1,6 +1,5 @@
 """Plugins by name: our own modules, and other packages' entry points of a group. A name has one
-owner. A failed import is a reason that is shown. `attention.select` and `kernels.select` have one
-`Plugins` each."""
+owner. A failed import is a reason that is shown. Used by `attention.select`, `kernels.select`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -91,8 +91,8 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         ("lab run --recpie decode", "Did you mean --recipe?"),
         ("lab show cpu/decode/dense --stp=1", "Did you mean --step?"),
         ("bench attention --device cpuu", "Did you mean cpu?"),
-        ("lab run --workers many", "a whole number from 0 on"),
-        ("bench attention --repeat 0", "a whole number from 1 on"),
+        ("lab run --workers many", "a whole number of at least 0"),
+        ("bench attention --repeat 0", "a whole number of at least 1"),
         ("lab run surplus", "unexpected argument surplus"),
     ],
 )

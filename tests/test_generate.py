@@ -155,7 +155,7 @@ def test_a_json_document_is_written_to_a_folder_that_is_created(capsys, tmp_path
         (("x", "--model", ""), "model is a folder or a hub id of the form owner/name; got ''"),
         (("x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("x", "--model", "../../etc"), "etc"),
-        (("x", "--page-size", "0"), "a whole number from 1 on"),
+        (("x", "--page-size", "0"), "a whole number of at least 1"),
         (("x", "--device", "cuda0"), "a device is one of cpu"),
         (("x", "--attention-backend", "cpi"), "cpi"),
     ],

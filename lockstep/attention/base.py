@@ -71,8 +71,7 @@ class Backend(Protocol):
     caps: Caps
 
     def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
-        """Returns how many int32 numbers `lower` writes for a group in any step of this bucket,
-        which is the group's own (`Bucket.of`)."""
+        """Returns how many int32 numbers `lower` writes in any step of the group's `bucket`."""
         return 0
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> Hashable:

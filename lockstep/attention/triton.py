@@ -68,8 +68,7 @@ class Backend:
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> tuple[Launch, ...]:
         """Writes the items; returns the launches, whose number and size depend on the step. If all
-        requests have few rows, a launch is padded with items without rows, so that few sizes serve
-        all steps of a bucket."""
+        requests have few rows, launches are padded with empty items: few sizes serve a bucket."""
         spec = group.spec
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)

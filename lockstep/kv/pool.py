@@ -98,10 +98,10 @@ def cache_size(
     check_fits(total_bytes(specs, config, tokens), what, total)
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
-    card = f", {fraction} of the GPU's free {free:,} B at most" if gpu else ""
+    limit = f", at most {fraction} of the GPU's free {free:,} B" if gpu else ""
     if outputs:
-        card += f", less {outputs:,} B for the outputs of graphs"
-    return pages, f"cache for {tokens:,} tokens{card}\n{arithmetic(stored)}"
+        limit += f", less {outputs:,} B for the outputs of graphs"
+    return pages, f"cache for {tokens:,} tokens{limit}\n{arithmetic(stored)}"
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
