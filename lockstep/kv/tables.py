@@ -2,8 +2,8 @@
 before a step, release what has left the window, fork a second continuation.
 
 Page 0 is the null page: it holds padding and is never handed out. A page is free, or has
-`refs[page]` holds, of which the prefix tree has `kept[page]`; a page that the tree alone holds is
-idle. Each group has a pool of its own. Host only; `plan.build` takes what `pages(g)` returns."""
+`refs[page]` holds, `tree_refs[page]` of them the prefix tree's; it is idle if all are the tree's.
+Each group has a pool of its own. Host only; `plan.build` takes what `pages(g)` returns."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
