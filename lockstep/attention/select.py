@@ -14,9 +14,7 @@ from lockstep.plugins import Plugins
 from lockstep.types import Choice, GroupSpec, Layout, Refused
 
 HELPERS = ("base", "select")  # files of this folder that are not backends
-BY_NAME = (
-    'Ask for attention_backend="reference" by name: accurate and slow, its bits are not promised'
-)
+BY_NAME = 'Ask for attention_backend="reference" by name: accurate, not bit-identical, slow'
 FILES = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)])]
 OWN = sorted(set(FILES) - set(HELPERS), key=lambda name: (name == "reference", name))
 BACKENDS = Plugins(

@@ -63,7 +63,7 @@ def free_bytes() -> int:
 
 
 def check_fits(needed_bytes: int, what: str, total: int) -> None:
-    """Raises unless `needed_bytes` fit into the `total` memory of the machine or the GPU."""
+    """Raises unless `needed_bytes` fit into the `total` bytes of memory of machine or GPU."""
     if needed_bytes > total:
         rule = f"the cache fits into its device's memory of {total:,} B"
         got = f"{needed_bytes:,} B for {what}"

@@ -146,9 +146,7 @@ class Prefix:
             if order != {n for n in nodes if n.pages[g]} or (marks != pool.tree_refs).any():
                 kept_pages = f"{len(kept)} pages in nodes, {pool.tree_refs.sum()} kept"
                 got = f"group {g}: {kept_pages}, {len(order)} of {len(nodes)} nodes ordered"
-                raise RuleError(
-                    "a node's pages are in tree_refs, the node in the LRU order", got, OUR_BUG
-                )
+                raise RuleError("tree_refs and LRU order match the nodes", got, OUR_BUG)
             lens = {len(n.pages[g]) for n in nodes if n.end and g in self._groups_of(n)}
             spec = self.specs[g]
             if spec.window is None and lens - {self.unit // spec.page_size}:

@@ -21,8 +21,8 @@ def describe(config: Config) -> DecoderSpec:
 def attention(config: Config, rope_parameters: Params | None = None) -> DenseSpec:
     """Scales scores by the config's query_pre_attn_scalar, not by the head size."""
     if config.use_bidirectional_attention:
-        got = "use_bidirectional_attention"
-        raise RuleError("a decoder is causal", got, "Use a causal checkpoint")
+        rule = "a decoder is causal"
+        raise RuleError(rule, "use_bidirectional_attention", "Use a causal checkpoint")
     bias = config.attention_bias
     scale = 1 / math.sqrt(config.query_pre_attn_scalar)
     return replace(llama.attention(config, rope_parameters), scale=scale, bias=bias, out_bias=bias)

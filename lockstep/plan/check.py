@@ -88,9 +88,7 @@ def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> 
     _shape(f"group {g} has", (*map(len, arrays), *group.moves.shape), (*shape, b.moves[g], 2))
     if b.writes[g] != b.tokens and not (cross and b.writes[g] == 0):
         got = f"{b.writes[g]} of {b.tokens}"
-        raise PlanError(
-            "all rows are written (in a cross group: all or none)", got, "Use plan.build"
-        )
+        raise PlanError("every row is written, or none of a cross group", got, "Use plan.build")
     if pool_pages * size > INT32_MAX:
         raise PlanError("slots fit in int32", f"{pool_pages} pages of {size}", "Use a smaller pool")
     rows = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr)
