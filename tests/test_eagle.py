@@ -277,7 +277,7 @@ BAD = {
     "names the architecture LlamaForCausalLMEagle3; got \\['Other'\\]": (
         lambda config, weights: change(config, architectures=["Other"])
     ),
-    "without norm_before_residual; got True": (
+    "does not set norm_before_residual; got True": (
         lambda config, weights: change(config, norm_before_residual=True)
     ),
     "1 missing: fc.weight": lambda config, weights: weights.pop("fc.weight"),

@@ -420,5 +420,5 @@ def test_the_error_names_the_first_id_outside_the_vocabulary():
 def test_a_list_of_the_greatest_length_is_accepted_and_one_more_element_refused(monkeypatch):
     monkeypatch.setattr(prompts, "MOST", 3)
     assert prompts.elements([1, 2, 3], "") == [1, 2, 3]
-    with pytest.raises(RuleError, match="at most 3 of them"):
+    with pytest.raises(RuleError, match="at most 3 entries"):
         prompts.elements([1, 2, 3, 4], "")

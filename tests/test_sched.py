@@ -557,9 +557,9 @@ def test_a_request_that_never_fits_is_refused_with_both_numbers():
         w.scheduler.add(RequestSpec((1,) * 20, 2))
     with pytest.raises(RuleError, match=r"at most 8 rows; got 9 completions"):
         w.scheduler.add(RequestSpec((1,), 1, n=9))
-    with pytest.raises(RuleError, match="layers for; got embeddings"):
+    with pytest.raises(RuleError, match="supports the request; got embeddings"):
         w.scheduler.add(RequestSpec((1,), embed=True))
-    with pytest.raises(RuleError, match="layers for; got an encoder"):
+    with pytest.raises(RuleError, match="supports the request; got an encoder"):
         w.scheduler.add(RequestSpec((1,), encoder_ids=(1,)))
     w.run()
     w.settle()
@@ -764,10 +764,10 @@ def test_steps_are_launched_and_settled_once_and_in_order():
     second = w.start()
     with pytest.raises(RuleError, match="2 launched and 0 not yet"):
         w.scheduler.schedule()
-    with pytest.raises(RuleError, match="first is settled"):
+    with pytest.raises(RuleError, match="settled in order"):
         w.scheduler.settle(second, accepted_tokens([Accepted((1,))]))
     w.finish(step)
-    with pytest.raises(RuleError, match="first is settled, once"):
+    with pytest.raises(RuleError, match="in order, each once"):
         w.scheduler.settle(step, accepted_tokens([Accepted((1,))]))
     w.finish(second)
     w.run()

@@ -293,7 +293,7 @@ def test_a_request_is_known_by_its_id():
     made = engine()
     job = made.add(PROMPT, PARAMS, request_id="mine")
     assert made.generations["mine"] is job
-    with pytest.raises(RuleError, match="for itself; got a second 'mine'"):
+    with pytest.raises(RuleError, match="have different ids; got a second 'mine'"):
         made.add(OTHER, PARAMS, request_id="mine")
     with pytest.raises(RuleError, match="a request_id is a string; got 7"):
         made.add(OTHER, PARAMS, request_id=7)

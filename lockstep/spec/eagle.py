@@ -228,4 +228,4 @@ def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> N
     for name in OTHERS:
         if raw.get(name):
             rule = f"a head's config.json does not set {name}"
-            raise RuleError(rule, format_value(raw[name]), "Use one in that layout")
+            raise RuleError(rule, format_value(raw[name]), "Use a head without it")
