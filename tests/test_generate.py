@@ -9,6 +9,8 @@ import json
 import pytest
 
 from lockstep import cli
+from lockstep.llm.engine import Engine
+from lockstep.run.runner import Runner
 
 PROMPT = "def binary_search(items, target):"
 
@@ -71,14 +73,23 @@ def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
     assert again["completions"] == outputs[1]["completions"], "alone, it is the same"
 
 
-def test_stop_token_ids_prompt_logprobs_and_graphs_are_options(capsys):
+def test_stop_token_ids_prompt_logprobs_and_graphs_are_options(capsys, monkeypatch):
     words = (PROMPT, "--max-tokens", "6", "--max-total-tokens", "2048", "--json", "-")
     plain = json.loads(run(capsys, *words)[1])["outputs"][0]
     ids = plain["completions"][0]["token_ids"]
     options = ("--disable-cuda-graph", "--stop-token-ids", str(ids[2]), "--prompt-logprobs", "1")
+    made, runners = Engine.__init__, list[Runner]()
+
+    def watch(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        runners.append(self.runner)
+
+    monkeypatch.setattr(Engine, "__init__", watch)
     code, out, _ = run(capsys, *words, *options)
     output = json.loads(out)["outputs"][0]
     assert code == 0 and len(ids) == 6
+    run(capsys, *words)
+    assert [runner.graphs for runner in runners] == [False, True]
     assert output["completions"][0]["token_ids"] == ids[: ids.index(ids[2]) + 1]
     assert output["completions"][0]["finish_reason"] == "stop"
     assert plain["prompt_logprobs"] is None and len(output["prompt_logprobs"]) > 1

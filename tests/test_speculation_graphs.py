@@ -22,7 +22,7 @@ from lockstep.llm.output import Speculated
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
 from lockstep.run.graph import captures
-from lockstep.run.kind import DRAFT, EXTEND, GENERATE, VERIFY
+from lockstep.run.kind import DRAFT, EXTEND, GENERATE, VERIFY, StepKind
 from lockstep.run.runner import GUESSES, Chain, null_work
 from lockstep.sample.params import SamplingParams
 from lockstep.spec import depth
@@ -120,6 +120,14 @@ def test_chains_are_as_long_for_requests_near_the_context_end(how, steps, page_s
     got, counts = answers(engine, asked)
     assert [each[:2] for each in got] == [each[:2] for each in want]
     assert counts.drafted and engine.runner.replays[VERIFY] > 0
+
+
+def test_a_gpu_reserves_memory_for_the_logits_of_launches_that_it_captures():
+    config = EngineConfig(speculative_algorithm="ngram", speculative_num_steps=64)
+    found = drafting.launches(config, StepKind, None)
+    assert [width for _, width, _, _ in found] == [1, 2, 4, 8], "65 rows would be a prefill"
+    sizes = sum(Buckets.for_decoding(config.max_running_requests, 0, 0).tokens)
+    assert drafting.logits_of(found, config) == drafting.VARIANTS * sizes * (1 + 2 + 4 + 8)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +282,7 @@ def test_a_shallow_draft_has_pages_for_the_rows_that_pad_its_step(how, tokens, m
 
 
 @pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
-def test_every_extend_step_of_a_draft_has_a_captured_width(how, monkeypatch):
+def test_every_padded_extend_step_of_a_draft_has_a_captured_width(how, monkeypatch):
     """With a penalty a chain is guessed step by step, and begins as a tree does."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launches, "on_host", torch.clone)

@@ -111,7 +111,7 @@ class Phases:
     def __init__(self, engine: Engine) -> None:
         self.marks: list[tuple[str, Any, Any]] = []
         self.host: dict[str, float] = defaultdict(float)
-        self.engine, self.recorded = engine, engine.runner._recorded
+        self.engine, self.recorded = engine, engine.runner._replay_or_record
         self.clocked = {
             "propose": (engine.speculation, "propose"),
             "launch": (engine, "_launch"),
@@ -134,7 +134,7 @@ class Phases:
             begin.record()
             out = self.recorded(signature, launch)
             end.record()
-            self.marks.append((signature.called, begin, end))
+            self.marks.append((signature.step_name, begin, end))
             return out
 
         def clocked(name: str, method: Any) -> Any:
@@ -146,14 +146,14 @@ class Phases:
 
             return call
 
-        self.engine.runner._recorded = recorded
+        self.engine.runner._replay_or_record = recorded
         for name, (owner, method) in self.clocked.items():
             setattr(owner, method, clocked(name, self.methods[name]))
         torch.cuda.Event.synchronize = clocked("wait", self.wait)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.runner._recorded = self.recorded
+        self.engine.runner._replay_or_record = self.recorded
         for name, (owner, method) in self.clocked.items():
             setattr(owner, method, self.methods[name])
         torch.cuda.Event.synchronize = self.wait

@@ -93,13 +93,14 @@ def cache_size(
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
             rule = "the cache holds at least one page"
-            raise RuleError(rule, f"{budget:,} B of memory for it", "Raise mem_fraction_static")
+            remedy = "Raise mem_fraction_static, or lower max_running_requests"
+            raise RuleError(rule, f"{budget:,} B of memory for it", remedy)
     what = f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
     check_fits(total_bytes(specs, config, tokens), what, total)
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
     limit = f", at most {fraction} of the GPU's free {free:,} B" if gpu else ""
-    if outputs:
+    if outputs and config.max_total_tokens is None:
         limit += f", less {outputs:,} B for the outputs of graphs"
     return pages, f"cache for {tokens:,} tokens{limit}\n{arithmetic(stored)}"
 

@@ -18,6 +18,7 @@ from lockstep.kv.tables import CacheGroups, PageTable, keep_from
 from lockstep.types import OUR_BUG, RuleError
 
 Ids = tuple[int, ...]
+HELD = "every hold has a holder"  # the rule that a leaked page breaks
 
 
 class Root(NamedTuple):
@@ -140,7 +141,7 @@ class Prefix:
             wrong = np.flatnonzero(holds != pool.refs)[:8]
             if len(wrong):
                 got = f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} holders"
-                raise RuleError("every hold has a holder", got, OUR_BUG)
+                raise RuleError(HELD, got, OUR_BUG)
             order = set(self._order.get(g, ()))
             marks = np.bincount(np.array(kept, np.int64), minlength=pool.num_pages)
             if order != {n for n in nodes if n.pages[g]} or (marks != pool.tree_refs).any():

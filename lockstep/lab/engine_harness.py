@@ -8,7 +8,6 @@ answered before is still compared. One harness serves one cell; recipes receive 
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
+from lockstep.kv.prefix import HELD
 from lockstep.lab.guard import Judgement, poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import KINDS
@@ -252,11 +252,13 @@ class EngineHarness(Judgement):
         for g, pool in enumerate(engine.scheduler.pools):
             if pool is None or not pool.free:
                 continue
-            lost, faults = pool.take(1), list[str]()
-            with suppress(RuleError):
+            lost, rule = pool.take(1), ""
+            try:
                 engine.check()
-                faults = [f"group {g}: the engine's check accepted a leaked page"]
-            self.note("account", faults)
+            except RuleError as error:
+                rule = error.rule
+            fault = f"group {g}: the engine's check accepted a leaked page"
+            self.check("account", rule == HELD, fault)
             pool.give(lost)
 
     def _differences(

@@ -177,7 +177,8 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
 
 
 def seeds(rig: EngineHarness, quick: bool) -> None:
-    """Checks that a seed that was not given is drawn once, returned, and repeats the answer."""
+    """Checks that rows of a batch have the bits that they have alone, and that a seed that was not
+    given is drawn once, returned, and repeats the answer."""
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
     alone = [sample(rig, logits[r : r + 1], rows[r : r + 1]) for r in range(len(rows))]

@@ -155,7 +155,8 @@ class Engine:
         launches = list[drafts.Launch]()  # that a GPU captures now
         if graphs and self.on_gpu and GENERATE in self.kinds:
             launches = drafts.launches(config, self.kinds[GENERATE], draft)
-        outputs = drafts.logits_of(launches, config) * self.info.vocab_size * ops.dtype.itemsize
+        logit_bytes = parts.model.logits_dtype.itemsize
+        outputs = drafts.logits_of(launches, config) * self.info.vocab_size * logit_bytes
         pages, memory_text = cache_size(specs, config, self.context_length, ops.device, outputs)
         buckets, every = self._buckets(graphs and self.on_gpu, 2 * max(pages)), bool(config.graphs)
         self.runner = Runner(

@@ -1,9 +1,9 @@
 """One prompt in progress: its parameters, and the output so far of each completion.
 
 A step changes nothing here until it is one frozen `StepResult`, which is written by position, so
-that it can be written again; `requests_to_resume` rebuilds requests from what was written. Text follows from
-the tokens: `publish` detokenises without the engine. Only where stop strings are searched is the
-text made while the step is settled. The engine writes generations, the public API reads them.
+that it can be written again; `requests_to_resume` rebuilds requests from what was written. Text
+follows from the tokens: `publish` detokenises without the engine. Only where stop strings are
+searched is the text made while the step is settled. The engine writes, the public API reads.
 """
 
 from collections.abc import Mapping, Sequence

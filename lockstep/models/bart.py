@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
 from lockstep.models import Config, Spec
@@ -45,6 +46,10 @@ class Bart(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)
         return logits if self.head_bias is None else logits.float() + self.head_bias
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self.ops.dtype if self.head_bias is None else torch.float32
 
     @property
     def attentions(self) -> Sequence[Attention]:

@@ -59,6 +59,11 @@ class Model(ABC):
             raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
         return self.head(hidden)
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of `logits`."""
+        return self.ops.dtype
+
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
         """Embeddings of whole requests, float32 [B, d], of norm 1; `how`: see `layers.pool`."""
         return pool(self.ops, hidden, q_indptr, how or self.pooling)
@@ -225,6 +230,10 @@ class Decoder(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         logits, cap = super().logits(hidden), self.spec.logit_cap
         return logits if cap is None else self.ops.soft_cap(logits.float(), cap)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self.ops.dtype if self.spec.logit_cap is None else torch.float32
 
     @property
     def attentions(self) -> Sequence[attention.Attention]:

@@ -372,9 +372,7 @@ class Runner:
         runner keeps no samples and a chain is asked for."""
         if self.buckets is None or width not in self.widths or (chain and not len(self.sampled)):
             return
-        if self.studio and width > RECORDED_ROWS:
-            return
-        sizes = self.buckets.grid("requests")
+        sizes, failed = self.buckets.grid("requests"), self._failed.total()
         for at, n in enumerate(reversed(sizes), 1):
             emit = range(width) if every else [width - (chain.guesses if chain else 1)]
             work = null_work(kind.specs, width, tuple(emit))
@@ -391,6 +389,8 @@ class Runner:
             free = torch.cuda.mem_get_info()[0]
             rows = f"{n} requests" if width == 1 else f"{n} requests with {width} rows"
             about = f"{rows}, {len(self.tapes)} so far, {free:,} B of the GPU free"
+            if self._failed.total() > failed:
+                about += ", not enough for some: they run without a graph"
             named = "" if kind.name == GENERATE else f" of {kind.name}"
             say(f"graphs{named} {at} of {len(sizes)}: {about}")
 

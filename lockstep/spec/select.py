@@ -11,7 +11,7 @@ from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
 from lockstep.config import EngineConfig
 from lockstep.models.loader import Info, Loaded
-from lockstep.plan.bucket import Buckets
+from lockstep.plan.bucket import RECORDED_ROWS, Buckets
 from lockstep.run.kind import StepKind, group_specs, kinds_of
 from lockstep.run.runner import Chain, Runner
 from lockstep.spec.draft import Draft, DraftModel, DraftSetup
@@ -92,7 +92,7 @@ Launch = tuple[StepKind, int, bool, Chain | None]  # a kind, `width`, `every` an
 
 def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launch]:
     """Returns the steps to record when an engine starts, as `Runner.capture` takes them: the
-    target's, chains' and verifying ones. Steps of trees are recorded when they occur."""
+    target's, chains' and verifying ones, with few rows. Those of trees are when they occur."""
     found: list[Launch] = [(target, 1, False, None)]
     if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
         found += [(target, n + 1, True, None) for n in shape.depths]
@@ -100,7 +100,7 @@ def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -
             found += [
                 (model.extend, shape.steps + n, False, Chain(model.kind, n)) for n in shape.depths
             ]
-    return found
+    return [launch for launch in found if launch[1] <= RECORDED_ROWS]
 
 
 def logits_of(launches: Sequence[Launch], config: EngineConfig) -> int:

@@ -42,7 +42,7 @@ class TreeShape:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Lengths of the chains whose launches are recorded; few."""
+        """The few lengths that recorded chains are rounded up to."""
         return tuple(sorted({1, 3, 7, self.steps} & {*range(self.steps + 1)}))
 
     @property
@@ -59,7 +59,7 @@ class TreeShape:
         return next(n for n in (0, *self.depths) if n >= steps)
 
     def deepest(self, room: int) -> int:
-        """Returns the depth of the deepest recorded draft of at most `room` tokens; 0 for none."""
+        """Returns the most steps of a draft, of one of `depths`, with `room` tokens; 0 for none."""
         if self.top_k > 1:
             return self.steps if self.nodes <= room else 0
         return max((n for n in self.depths if n <= room), default=0)

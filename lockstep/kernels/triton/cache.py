@@ -84,12 +84,13 @@ def move(storages: Sequence[Tensor], moves: Tensor) -> None:
     """Relocates rows in every storage in one launch; moves [M, 2] int32 (source, target slot).
     More rows than MOVES are gathered in memory, storage by storage."""
     count = len(moves)
+    if count == 0:
+        return
     if count > MOVES:
         source, target = moves.long().unbind(1)
         for storage in storages:
             table = storage.flatten(1).view(torch.int32)
             table.index_copy_(0, target, table.index_select(0, source))
-    if not 0 < count <= MOVES:
         return
     row_words = tuple(s.stride(0) * s.element_size() // 4 for s in storages)
     bases = on_device(tuple(s.data_ptr() for s in storages), torch.int64, moves.device)
