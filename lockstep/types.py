@@ -51,6 +51,8 @@ def check_one_of(known: Collection[str], name: str, value: Any, remedy: str) -> 
 
 def with_fields(kind: type[T], given: Mapping[str, Any], what: str) -> T:
     """Makes a dataclass from its fields by name; raises RuleError for an unknown name."""
+    if not isinstance(given, Mapping):
+        raise RuleError(f"{what} has a name", format_value(given), "Pass a dict")
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in known:

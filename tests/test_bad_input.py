@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.lab import tiny
 from lockstep.llm import prompts as forms
+from lockstep.llm.engine import Engine
 from lockstep.sample.formulas import MAX_VOCAB
 from lockstep.types import RuleError, format_value
 
@@ -496,3 +499,37 @@ def test_a_context_length_beyond_the_models_is_refused_and_not_shortened():
 def test_too_many_prompts_or_ids_are_refused_before_they_are_expanded(llm: LLM, prompts: Any):
     with pytest.raises(RuleError, match=r"has at most 67,108,864 entries; got .*range\(0, 1"):
         llm.generate(prompts)
+
+
+def test_bucket_sizes_too_far_apart_for_a_models_positions_are_refused():
+    """A pad request had 176 rows where the model has 160 positions: every step failed."""
+    sizes = {"chunked_prefill_size": 256, "max_running_requests": 2, "max_total_tokens": 1000}
+    made = tiny.parts(tiny.BART, select.load("cpu"))
+    for bucket_sizes in ((1, 2, 64, 256), (256,)):
+        config = EngineConfig(bucket_sizes=bucket_sizes, **sizes)
+        with pytest.raises(RuleError, match="at most the model's 160 positions; got up to"):
+            Engine(config, made)
+    engine = Engine(EngineConfig(bucket_sizes=(1, 2, 64, 128, 256), **sizes), made)
+    job = engine.add(tiny.words(80))
+    while engine.busy:
+        engine.step()
+    assert job.output("").completions[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"ignore_eos": 10**5000}, "ignore_eos is True or False; got an int too long to print"),
+        ({"stop": range(10**30)}, "stop is a list of at most 16 strings; got range"),
+        ({"stop_token_ids": range(10**30)}, "stop_token_ids is a list of at most 1024"),
+    ],
+)
+def test_a_value_that_cannot_be_printed_or_listed_is_refused(given, rule):
+    with pytest.raises(RuleError, match=rule):
+        SamplingParams(**given)
+
+
+def test_options_are_given_by_name():
+    for kind in (EngineConfig.from_names, SamplingParams.from_dict):
+        with pytest.raises(RuleError, match=r"has a name; got 5\. Pass a dict\."):
+            kind(5)

@@ -93,6 +93,15 @@ def test_stop_token_ids_prompt_logprobs_and_graphs_are_options(capsys, monkeypat
     assert output["completions"][0]["token_ids"] == ids[: ids.index(ids[2]) + 1]
     assert output["completions"][0]["finish_reason"] == "stop"
     assert plain["prompt_logprobs"] is None and len(output["prompt_logprobs"]) > 1
+    assert output["prompt_logprobs"][0] is None and "NaN" not in out, "JSON has no NaN"
+
+
+def test_a_file_of_prompts_is_split_at_line_ends_alone(capsys, tmp_path):
+    path = tmp_path / "prompts"
+    path.write_bytes(b"\xef\xbb\xbfdef f():\x0cx\r\n\r\nimport os\n")
+    words = ("--file", str(path), "--max-tokens", "1", "--max-total-tokens", "2048", "--json", "-")
+    outputs = json.loads(run(capsys, *words)[1])["outputs"]
+    assert [output["prompt"] for output in outputs] == ["def f():\x0cx", "import os"]
 
 
 def test_a_file_of_prompts_that_is_not_utf8_is_reported_in_one_line(capsys, tmp_path, monkeypatch):

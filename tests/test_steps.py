@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -287,6 +288,31 @@ def test_tokens_that_cannot_have_been_generated_are_refused():
         with pytest.raises(RuleError, match=match):
             made.add(PROMPT, params, generated=generated)
     assert not made.busy and made.scheduler.counters["recovered"] == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_finished_answer_that_is_resumed_keeps_the_scores_of_its_prompt(n):
+    """The completion used to end before its prompt was computed: its scores were NaN."""
+    made = engine()
+    params = replace(PARAMS, prompt_logprobs=True, logprobs=None, n=n, ignore_eos=True)
+    job = made.add(PROMPT, params)
+    finished(made, job)
+    whole = job.output("")
+    known = [c.token_ids for c in whole.completions]
+    if n == 2:  # the second goes on
+        known[1] = known[1][:3]
+    job = made.add(PROMPT, params, generated=known)
+    finished(made, job)
+    again = job.output("")
+    assert again.prompt_logprobs.tobytes() == whole.prompt_logprobs.tobytes()
+    assert np.isfinite(again.prompt_logprobs[1:]).all()
+    assert [c.token_ids for c in again.completions] == [c.token_ids for c in whole.completions]
+
+
+@pytest.mark.parametrize("flag", ["embed", "scores_only"])
+def test_flags_of_a_request_are_bools(flag):
+    with pytest.raises(RuleError, match=f"{flag} is True or False; got"):
+        engine().add(PROMPT, **{flag: np.array([1, 2])})
 
 
 def test_a_request_is_known_by_its_id():

@@ -23,7 +23,8 @@ def generate(args: Namespace) -> int:
     """Runs `generate`; returns 1 if a request ended with an error, else 0."""
     prompts = list(args.prompt)
     if args.file:
-        prompts += [line for line in read_file(args.file).splitlines() if line.strip()]
+        lines = read_file(args.file).replace("\r\n", "\n").split("\n")
+        prompts += [line for line in lines if line.strip()]
     if not prompts:
         raise RuleError("generate needs a prompt", "none", 'Try: lockstep generate "def fib(n):"')
     params = SamplingParams(**given(args, SamplingParams))
@@ -36,7 +37,9 @@ def generate(args: Namespace) -> int:
         outputs = llm.generate(prompts, params, on_done=bar.step)
     if args.json:
         document = {"outputs": [as_json(p, o) for p, o in zip(prompts, outputs, strict=True)]}
-        text = json.dumps(document, indent=1, ensure_ascii=False, default=np.ndarray.tolist)
+        text = json.dumps(document, default=np.ndarray.tolist)
+        document = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
         outfile.write(args.json, f"{text}\n")
     if args.json != "-":
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -56,7 +59,7 @@ def read_file(where: str) -> str:
     """Returns the text of a file of prompts, or of stdin."""
     try:
         content = sys.stdin.buffer.read() if where == "-" else Path(where).read_bytes()
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except OSError as error:
         rule, got = "--file names a text file with one prompt per line", error.strerror
         remedy = "Check the path, or use - for stdin"

@@ -211,6 +211,9 @@ class Engine:
         has (`generated`). A generation is identified by `request_id` and dropped when its `caller`
         is gone; without a caller it stays until it ends or is aborted."""
         ids, source = self._split_prompt(self._check_prompt(prompt_ids))
+        for what, flag in (("embed", embed), ("scores_only", scores_only)):
+            if not isinstance(flag, bool):
+                raise RuleError(f"{what} is True or False", format_value(flag), "Pass a bool")
         (params,) = prompts.params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
         scored = params.top_prompt_logprobs is not None
@@ -541,6 +544,10 @@ class Engine:
         config = self.config
         if config.bucket_sizes is not None:
             others = config.request_bucket_sizes, config.emit_bucket_sizes
+            pads = max(np.diff(config.bucket_sizes, prepend=0)) - 1
+            if self.parts.model.position_table and pads > self.info.max_position:
+                rule = f"a pad request has at most the model's {self.info.max_position} positions"
+                raise RuleError(rule, f"up to {pads} pads", "Add sizes between the bucket_sizes")
             return Buckets(config.bucket_sizes, *others)
         if not captured:
             return None

@@ -184,7 +184,9 @@ class Generation:
                 raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
             text = {0: tuple(completion.ahead)} if completion.searched else {}
             TokenUpdates([completion], [0], [0], {0: token_ids}, text).write()
-            if completion.over is not None and completion.params.top_logprobs is None:
+            scores = completion.params.top_logprobs is not None
+            scores |= completion is self.completions[0] and self.request.spec.wants_prompt_logprobs
+            if completion.over is not None and not scores:
                 completion.end(completion.over)
 
     def requests_to_resume(self) -> list[Request]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 
 from lockstep.models import Config, Spec
@@ -27,7 +26,7 @@ class Bart(Model):
     """`encode` runs once per request, in a step of `encoder_groups`; then steps of `groups`, with
     the self attentions before the cross ones. Source and answer both start at position 0."""
 
-    encodes = True
+    encodes = position_table = True
     words: Embedding
     encoder: PostStack
     decoder: PostStack
@@ -46,10 +45,6 @@ class Bart(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)
         return logits if self.head_bias is None else logits.float() + self.head_bias
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        return self.ops.dtype if self.head_bias is None else torch.float32
 
     @property
     def attentions(self) -> Sequence[Attention]:

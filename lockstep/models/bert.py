@@ -25,6 +25,7 @@ class Bert(Model):
     encoder: PostStack
 
     pooling: ClassVar[str] = "mean"
+    position_table: ClassVar[bool] = True
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.encoder(self.words(ids), positions, step)

@@ -38,6 +38,7 @@ class Model(ABC):
     max_position: int  # positions are below this
 
     pooling: ClassVar[str] = "last"
+    position_table: ClassVar[bool] = False  # positions have learned embeddings, pads' too
     encodes: ClassVar[bool] = False  # an encoder-decoder: a request begins with an encode step
 
     @abstractmethod
@@ -61,7 +62,6 @@ class Model(ABC):
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """The dtype of `logits`."""
         return self.ops.dtype
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:

@@ -58,7 +58,6 @@ class Graph:
 
 
 def captures(bucket: Bucket, widths: Sequence[int] = (1,)) -> bool:
-    """Whether a bucket's steps are worth a graph and may run twice: every request has the rows of a
-    decode, draft or verify step (`widths`), not more than RECORDED_ROWS, since launches for more
-    depend on the lengths of requests; and no keys are moved."""
+    """Whether a bucket's steps are worth a graph and may run twice: all requests have one of these
+    `widths`, of few rows (launches for more depend on requests' lengths), and no key is moved."""
     return bucket.width in widths and bucket.width <= RECORDED_ROWS and not any(bucket.moves)

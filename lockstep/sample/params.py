@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -93,7 +94,7 @@ class SamplingParams:
         for name in ("ignore_eos", "speculative"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise RuleError(f"{name} is True or False", repr(value), "Pass a bool")
+                raise RuleError(f"{name} is True or False", format_value(value), "Pass a bool")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -213,11 +214,11 @@ def _list_of(name: str, value: Any, what: str, most: int) -> list[Any]:
     if isinstance(value, str | bytes | Mapping):
         raise error
     try:
-        items = list(value)
+        items = list(islice(value, most + 1))
     except TypeError:  # not an iterable, or an array without dimensions
         raise error from None
     if len(items) > most:
-        raise RuleError(rule, f"{len(items)}", "Pass fewer")
+        raise RuleError(rule, format_value(value), "Pass fewer")
     return items
 
 

@@ -112,7 +112,7 @@ class Speculation:
         if uniform:  # all draft, as deep as all may, or none
             most, pad_rows = shape.deepest(budget // len(wanted)), shape.steps
             if not most:
-                self._acceptance.rests(number)
+                self._acceptance.rests_until = number + REST
                 return
             wanted = {request: min(steps, most) for request, steps in wanted.items()}
             longest = shape.rounded(max(wanted.values())) if shape.top_k == 1 else 0
