@@ -149,6 +149,8 @@ def test_a_disturbed_run_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFix
         ("--from nowhere.json", "nowhere.json"),
         ("--case start --model 100m", "start is measured with builtin"),
         ("--threads 4096", "--threads is at most"),
+        ("--row ngram --quick", "--row needs --speculative; got --row ngram"),
+        ("--row ngram --device cuda", "--row needs --speculative; got --row ngram"),
     ],
 )
 def test_a_user_error_prints_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
@@ -170,6 +172,16 @@ def test_a_bad_case_or_peer_gets_a_hint(line: str, hint: str, capsys: pytest.Cap
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "engine", *line.split()])
     assert stop.value.code == 2 and hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[1, 2]", "null"])
+@pytest.mark.parametrize("command", ["bench engine", "lab matrix"])
+def test_a_file_that_is_no_document_is_refused(command: str, text: str, tmp_path: Path, capsys):
+    path = tmp_path / "doc.json"
+    path.write_text(text)
+    assert cli.main([*command.split(), "--from", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lockstep: --from names a document of") and said.count("\n") == 1, said
 
 
 def test_curves_missing_in_a_file_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -317,3 +329,11 @@ def test_a_case_of_bench_kernels_is_measured_with_its_switch_on_and_off(capsys):
     assert row["case"].startswith("kept batch: ") and row["more"]["done"] in said.err
     assert row["values"]["lockstep"] > 0 and row["values"]["off"] > 0
     assert row["ratios"]["off"] > 0 and row["met"] is None
+
+
+def test_a_case_of_bench_kernels_that_matches_nothing_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("lockstep.bench.kernels.switches", lambda _: pytest.fail("it measured"))
+    assert cli.main(["bench", "kernels", "--quick", "--case", "nope"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1, said
+    assert "--case is the beginning of a switch: gemm; " in said.err and "got nope. " in said.err

@@ -150,6 +150,13 @@ def test_every_command_names_a_function_that_exists():
         assert callable(resolve_name(parser.get_default("call"))), parser.prog
 
 
+def test_every_file_that_an_example_reads_is_in_the_checkout():
+    root = Path(__file__).parents[1]
+    examples = [p.format_help() for p in parsers(cli.make_parser())]
+    read = [f for each in examples for f in re.findall(r"--from (bench/\S+)", each)]
+    assert read and [f for f in read if not (root / f).is_file()] == []
+
+
 def writing_commands() -> list[str]:
     """Returns every command with each output option it has, as typed, without the file's name."""
     found = []

@@ -48,6 +48,14 @@ def test_a_missing_base_commit_is_named(capsys: pytest.CaptureFixture[str]):
     assert "--base names a commit of this checkout; got no-such-commit" in capsys.readouterr().err
 
 
+@in_git
+@pytest.mark.parametrize("command", ["compare --case attention", "step"])
+def test_an_empty_base_is_refused_like_an_unknown_commit(command: str, capsys, monkeypatch):
+    monkeypatch.setattr("lockstep.bench.compare.by_turns", lambda *_: pytest.fail("it measured"))
+    assert cli.main(["bench", *command.split(), "--base", ""]) == 2
+    assert "--base names a commit of this checkout; got no name: " in capsys.readouterr().err
+
+
 def test_the_compared_cases_are_those_of_the_benchmarks():
     every = names()
     assert len(every) == len(set(every)) == 36 + 8 + 1 + 2

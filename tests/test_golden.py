@@ -66,6 +66,26 @@ def test_an_invalid_golden_file_is_reported_before_the_work_begins(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("line", ["", "--write"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "the golden file is readable JSON; got "),
+        ("[1,2]", "the golden file is an object of answers by key; got "),
+        ("null", "the golden file is an object of answers by key; got "),
+        ('{"a key": 1}', "the golden file is an object of answers by key; got "),
+    ],
+)
+def test_a_golden_file_of_another_form_is_refused_and_kept(
+    text: str, message: str, line: str, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(golden, "answers", lambda *_: pytest.fail("it was worked"))
+    file = tmp_path / "golden.json"
+    file.write_text(text)
+    assert cli.main(["lab", "golden", "--file", str(file), *line.split()]) == 2
+    assert message in capsys.readouterr().err and file.read_text() == text
+
+
 def test_answers_are_not_recorded_unless_every_path_was_taken(tmp_path: Path):
     with pytest.raises(RuleError, match="none with preempted"):
         golden.record(tmp_path / "golden.json", {}, {"hit_tokens": 3, "forked": 1})

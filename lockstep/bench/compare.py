@@ -172,7 +172,7 @@ def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> 
 def sides_of(base: str | None, folders: dict[str, str]) -> Iterator[dict[str, Side]]:
     """Starts a process for this tree, and one for that of an older commit if one is named."""
     with ExitStack() as stack:
-        trees = {"old": stack.enter_context(base_tree(base))} if base else {}
+        trees = {"old": stack.enter_context(base_tree(base))} if base is not None else {}
         sides = {}
         for name, tree in {**trees, "new": ROOT}.items():
             sides[name] = stack.enter_context(Side(tree, folders))
@@ -202,7 +202,8 @@ def base_tree(base: str) -> Iterator[Path]:
         command = ["git", "archive", f"--output={archive}", base, "lockstep"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            rule, got = "--base names a commit of this checkout", f"{base}: {done.stderr.strip()}"
+            rule = "--base names a commit of this checkout"
+            got = f"{base or 'no name'}: {done.stderr.strip()}"
             raise RuleError(rule, got, "See `git log --oneline`")
         shutil.unpack_archive(archive, folder, filter="data")
         yield Path(folder)

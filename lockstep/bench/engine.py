@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
     """Measures, or reads an earlier document. Returns 1 if a target is missed or not judged."""
     if args.speculative:
         return speculative.run(args)
+    if args.row:
+        remedy = "Add --speculative, or omit --row"
+        raise RuleError("--row needs --speculative", f"--row {', '.join(args.row)}", remedy)
     if args.device == "cuda":
         return run_on_card("engine", args, "--gemm", args.gemm)
     document = measure(args) if args.source is None else read(args.source, COMMAND, *KEYS)

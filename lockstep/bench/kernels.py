@@ -27,6 +27,7 @@ from lockstep.ops import Activation, CosSin, Heads
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, RowBatch, settings
 from lockstep.sched.request import Batch
+from lockstep.types import RuleError
 
 DONE = table("kernels.toml", "lockstep.bench")
 EPS, OPS, BLOCK_S = 1e-6, Ops(), 0.15
@@ -37,9 +38,13 @@ Calls = tuple[str, str, Callable[[], object], Callable[[], object]]  # switch, c
 
 def run(args: argparse.Namespace) -> int:
     """Measures every switch, prints a line each, writes JSON. Returns 1 if a run was disturbed."""
+    chosen = [name for name in DONE if not args.case or name.startswith(tuple(args.case))]
+    if not chosen:
+        rule = f"--case is the beginning of a switch: {'; '.join(DONE)}"
+        raise RuleError(rule, ", ".join(args.case), "Omit it for all switches")
     bench = Bench(args, runs=5)
     for name, case, on, off in switches(QUICK if args.quick else FULL):
-        if args.case and not name.startswith(tuple(args.case)):
+        if name not in chosen:
             continue
         on(0), off(0)
         timing = bench.alternate({"lockstep": on, "off": off}).scaled(1e6)

@@ -104,7 +104,7 @@ def read(where: str, command: str, *keys: str) -> Document:
         value = json.loads(Path(where).read_text(encoding="utf-8"))
     except OSError as error:
         raise RuleError(rule, f"{where}: {error.strerror}", remedy) from None
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter if it is nested too deeply
         raise RuleError(rule, f"{where}: not JSON", remedy) from None
     if not isinstance(value, dict) or not set(keys) <= set(value):
         raise RuleError(rule, f"{where} without {', '.join(keys)}", remedy)

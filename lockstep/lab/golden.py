@@ -173,11 +173,14 @@ def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def read(file: Path) -> dict[str, Answers]:
     """Returns the recorded answers by key; empty if there is no file yet."""
+    rule, remedy = "the golden file is readable JSON", "Restore it from the repository"
     try:
-        return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
-    except (ValueError, OSError):
-        rule, remedy = "the golden file is readable JSON", "Restore it from the repository"
+        found = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    except (ValueError, OSError, RecursionError):  # the last if it is nested too deeply
         raise RuleError(rule, str(file), remedy) from None
+    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        raise RuleError("the golden file is an object of answers by key", str(file), remedy)
+    return found
 
 
 def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | None = None) -> int:
