@@ -404,8 +404,6 @@ class Runner:
     ) -> StepOutput:
         """Replays a known launch. Records a new one, or runs it plainly if it may not recur."""
         tape, always = self.tapes.get(signature), bool(self.studio or self.every)
-        if self._failed[signature] >= CAPTURES:
-            return launch()
         self.warmth = COLD
         if tape is not None:
             tape.replay()
@@ -415,6 +413,9 @@ class Runner:
             if signature.chain is not None:
                 self.replays[signature.chain.kind.name] += signature.chain.guesses - 1
             return cast(StepOutput, tape.output)
+        if self._failed[signature] >= CAPTURES:
+            self.warmth = PLAIN
+            return launch()
         if not always and self._seen[signature] < STEADY.get(signature.step_name, 1):
             self._seen[signature] += 1
             if len(self._seen) > SEEN:
