@@ -154,7 +154,7 @@ def test_a_cache_takes_a_fraction_of_free_memory():
 
 
 def test_the_outputs_of_graphs_reduce_the_memory_of_the_cache(monkeypatch):
-    """Graphs with drafts for 256 requests keep 20 GB of logits, which no budget knew."""
+    """Graphs with drafts for 256 requests keep gigabytes of logits, which no budget knew."""
     monkeypatch.setattr(memory, "free_bytes", lambda: 100 * PAGE)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
     whole, _ = memory.cache_size((FULL,), config, 1000, CPU)

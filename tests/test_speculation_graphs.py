@@ -177,7 +177,7 @@ def test_captured_launches_have_the_widths_of_one_row_and_of_drafts(how):
     engine = made(QWEN3, **how)
     shape = engine.speculation.shape if how else None
     widths = shape.widths if shape else (1,)
-    pages = (CONTEXT + (2 * shape.steps if shape else 0)) // 4 + bool(shape and shape.steps % 2)
+    pages = -(-(CONTEXT + (2 * shape.steps if shape else 0)) // 4)
     assert engine._buckets(True, 600) == Buckets.for_decoding(8, pages, 600, widths)
     assert engine._buckets(False, 600) is None
 

@@ -408,9 +408,8 @@ class Engine:
         if hidden is not None:  # a replay overwrites this memory
             hidden = hidden[: len(step.ids)]
             hidden = hidden.copy() if isinstance(hidden, np.ndarray) else hidden.clone()
-        launched = Launched(
-            step, rows, scored=compute_scores(ops, step, rows, logits), hidden=hidden
-        )
+        scores = compute_scores(ops, step, rows, logits)
+        launched = Launched(step, rows, scored=scores, hidden=hidden)
         if not rows.completions:
             return launched
         if out.sampled is None:

@@ -124,9 +124,8 @@ class Speculation:
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
-            asks.append(
-                DraftRequest(request, params_of(request), min(steps, nodes), nodes, min_chance)
-            )
+            ask = DraftRequest(request, params_of(request), min(steps, nodes), nodes, min_chance)
+            asks.append(ask)
         if not asks:
             return
         self._observe_plain()
